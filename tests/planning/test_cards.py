@@ -6,15 +6,8 @@ import re
 
 import pytest
 
-from gradmem_lib.planning.cards import (
-    BUSES,
-    CARDS,
-    Card,
-    _card,
-    find_card,
-    seconds_between,
-    seconds_over_bus,
-)
+from gradmem_lib import BUSES, CARDS, find_card
+from gradmem_lib.planning.cards import Card, _card, seconds_between, seconds_over_bus
 from gradmem_lib.units import GiB
 
 

@@ -14,11 +14,12 @@ from support.nightly import each
 from torch import nn
 from transformers import AutoConfig, LlamaConfig
 
+from gradmem_lib import known_model
 from gradmem_lib.course.material.models import tiny_llama
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.configs import skeleton
 from gradmem_lib.model.description import find_model
-from gradmem_lib.model.known import _sizes_of, known_model, model_table
+from gradmem_lib.model.known import _sizes_of, model_table
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked
 # language models' heads included once. (Without the pooler and the head for pairs of sentences that

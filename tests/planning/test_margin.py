@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from gradmem_lib import plan
+from gradmem_lib.course import models
 from gradmem_lib.course.ledger import published
-from gradmem_lib.course.material import models
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.margin import MARGIN, MARGIN_OF_SEVERAL_CARDS, check_margin
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.units import GiB

@@ -6,16 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.budget import BudgetExceeded
-from gradmem_lib.measure.tracker import MemoryTracker
-from gradmem_lib.planning.plan import plan
+from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, plan, predict, prepare, step
+from gradmem_lib.course import models
 from gradmem_lib.prediction import allocator
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 
@@ -126,13 +120,23 @@ def test_whatever_is_listed_for_a_card_was_replayed(config):
         ({"seq_len": None}, "number of tokens"),
         ({"target": "tpu"}, "target='tpu'"),
         ({"target": None}, "target=None is not known"),
+        ({"cards": 3}, "is not dealt evenly to 3 cards"),
+        ({"cards": 0}, "cards=0: give a whole number of cards"),
+        ({"machines": 2}, "machines=2 are planned where each has two cards or more"),
+        ({"machines": 0, "cards": 2}, "machines=0: give a whole number of machines"),
+        ({"machines": 2, "cards": 3}, "global_batch=8 is not dealt evenly to 6 cards"),
+        ({"network": 1e9}, "with machines=2 or more"),
+        ({"machines": 2, "cards": 2, "network": 0}, "give a number above 0"),
+        ({"machines": 2, "cards": 2, "network": "100 Gbit"}, "network='100 Gbit' is how many"),
+        ({"machines": 2, "cards": 2, "network": True}, "network=True is how many"),
+        ({"machines": 2, "cards": 2, "network": float("inf")}, "network=inf is how many"),
     ],
 )
 def test_bad_input_is_a_sentence(config, changes, says):
     asked = {
         "card": "1 GiB",
         "seq_len": 16,
-        "global_batch": 2,
+        "global_batch": 8,
         "method": "qlora",
         "target": "cpu",
     } | changes

@@ -15,19 +15,15 @@ from support.nightly import each
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
-from gradmem_lib.course.material import models
-from gradmem_lib.model.known import known_model
+from gradmem_lib import CARDS, Recipe, known_model, predict, prepare, step
+from gradmem_lib.course import models
 from gradmem_lib.optimizers import OPTIMIZERS
-from gradmem_lib.planning.cards import CARDS, Card
+from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.held import overhead_of_prediction, resident_bytes, saved_bytes_per_token
 from gradmem_lib.planning.options import describe
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.work import Work, count
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 FAST = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, math.inf)
@@ -210,16 +206,6 @@ def test_bytes_moved_by_hand(work):
     assert moved(replace(lora, quantized_base=True)) == pytest.approx(moved(lora) + 2 * 2.5 * m)
 
 
-def test_operations_of_adapters_by_hand(work):
-    """Frozen weights have no gradient of their own, and attention's products have two each;
-    adapters are like other weights.
-    """
-    attention = 2 * 64 * work.sized.scores  # half of each matrix of scores is masked
-    frozen = 2 * (work.sized.matrices + work.sized.head_entries)
-    found = seconds_per_token(work, Recipe(lora_rank=16), FAST, 1, 64)
-    assert found == 2 * frozen + 3 * (attention + 2 * 16 * work.linear_widths)
-
-
 def test_rates_by_precision_and_card(work):
     turing = replace(FAST, half=8.0, capability=(7, 5))
 
@@ -236,22 +222,6 @@ def test_rates_by_precision_and_card(work):
     assert seconds("bf16", ampere) == seconds("autocast-fp16") and seconds(
         "float32", ampere
     ) == seconds("float32")
-
-
-def test_layers_run_again():
-    seven = count(
-        AutoConfig.for_model(
-            "llama", num_hidden_layers=7, hidden_size=8, num_attention_heads=1, vocab_size=8
-        )
-    )
-    assert (
-        recompute_fraction(seven, Recipe()) == 0
-        and recompute_fraction(seven, Recipe(checkpointing=3)) == 1
-    )
-    assert (
-        recompute_fraction(seven, Recipe(every_n_layers=2)) == 4 / 7
-        and recompute_fraction(seven, Recipe(every_n_layers=9)) == 1 / 7
-    )
 
 
 def test_bytes_that_a_token_keeps_at_least(work):

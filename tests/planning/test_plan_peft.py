@@ -12,7 +12,7 @@ import torch
 from support.families import tiny_config
 from support.nightly import each
 from support.predicted import assert_same, config, tracked
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 from view.test_printed_code import ROWS, TOKENS, Gradients, Rows, model_of, run
 
 from gradmem_lib import Recipe, plan, predict
@@ -20,7 +20,6 @@ from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.description import find_model
 from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.planning.held import resident_bytes
-from gradmem_lib.planning.options import METHODS
 from gradmem_lib.planning.work import count, with_adapters
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.quantized import quantize_base
@@ -221,11 +220,3 @@ def frozen():
 def test_what_plan_cannot_train_is_refused_in_a_sentence(make, asked, error, says):
     with pytest.raises(error, match=says):
         planned(make(), "4 MB", **asked)
-
-
-def test_without_adapters_the_method_is_full():
-    cfg = LlamaConfig(**vars(config("llama", layers=2)))
-    for asked in ({}, {"method": "full"}):
-        made = plan(cfg, card="8 MB", **ASKED, **asked)
-        assert made.method == METHODS[0] and str(made.best).startswith("full, ")
-    assert planned(wrapped(), "4 MB", method="any").method == "lora"

@@ -16,13 +16,11 @@ from support.nightly import each
 from support.plans import brute_force, check
 from transformers import LlamaConfig
 
+from gradmem_lib import Recipe, plan, predict
 from gradmem_lib.planning.bounds import bound_by_known
 from gradmem_lib.planning.cards import Card
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.recipe import Recipe
 
 CARD = Card("a card", 2**40, 100e12, 20e12, 1e12, (8, 6))
 OLD = Card("an old card", 2**40, 60e12, 8e12, 0.3e12, (7, 5), bus=15e9)
@@ -33,17 +31,11 @@ FAST = Card("a fast card", 2**40, 900e12, 60e12, 3e12, (9, 0), bus=63e9, nvlink=
 QUESTIONS = [
     ("llama", {"num_hidden_layers": 3}, CARD, 3, "qlora", "cpu", 16, 1, 0.0),
     ("gpt2", {"vocab_size": 3000}, FAST, 3, "lora", "cuda", 33, 1, 0.03),
-    ("qwen2", {}, CARD, 2, "full", "cuda", 33, 1, 0.0),
     ("qwen3", {"vocab_size": 1000}, OLD, 5, "lora", "cpu", 7, 1, 0.0),
-    ("mistral", {}, OLD, 4, "lora", "cuda", 33, 1, 0.0),
-    ("gemma", {}, OLD, 6, "lora", "cpu", 33, 1, 0.03),
     ("bert", {"num_hidden_layers": 4}, OLD, 3, "qlora", "cpu", 16, 4, 0.0),
     ("vit", {}, CARD, 3, "qlora", "cuda", None, 1, 0.03),
     ("t5", {}, CARD, 3, "qlora", "cuda", 48, 1, 0.03),
-    ("bart", {}, FAST, 5, "lora", "cpu", 33, 1, 0.0),
     ("whisper", {}, CARD, 2, "full", "cuda", 20, 1, 0.03),
-    ("opt", {"num_hidden_layers": 3}, CARD, 9, "qlora", "cpu", 4, 1, 0.0),
-    ("phi", {}, CARD, 2, "full", "cpu", 50, 1, 0.0),
     ("qwen3_moe", {}, CARD, 3, "lora", "cuda", 16, 1, 0.03),
     ("mixtral", {}, OLD, 8, "qlora", "cpu", 33, 1, 0.0),
     ("gemma2", {}, FAST, 3, "qlora", "cuda", 16, 2, 0.045),
@@ -52,7 +44,7 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("question", each(8, QUESTIONS), ids=lambda question: question[0])
+@pytest.mark.parametrize("question", each(6, QUESTIONS), ids=lambda question: question[0])
 def test_the_best_found_is_the_best_of_all_by_real_predictions(question, monkeypatch):
     """On cards of several sizes, from one byte too small to ample."""
     family, changed, card, rows, method, target, seq_len, cards, margin = question

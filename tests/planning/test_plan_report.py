@@ -9,15 +9,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from gradmem_lib.measure.timeline import MemorySnapshot
+from gradmem_lib import CARDS, MemorySnapshot, Plan, Recipe, format_bytes
 from gradmem_lib.names import CATEGORIES
-from gradmem_lib.planning.cards import CARDS, Card
+from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.held import ROUGHLY
 from gradmem_lib.planning.options import Option, RuledOut, changes, describe, ordered
 from gradmem_lib.planning.plan import ROUNDED, _advice, _notes
-from gradmem_lib.planning.report import Plan
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.units import GiB, MiB, format_bytes
+from gradmem_lib.units import GiB, MiB
 
 CARD = Card("Tiny 2GB", 2 * GiB, 2e12, 1e12, 1e11, (8, 6))
 CONTEXT = {"CUDA context": 500 * MiB}

@@ -13,8 +13,8 @@ from support.families import OLDER
 from support.nightly import ALL
 from support.plans import brute_force, check
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.timeline import MemorySnapshot
+from gradmem_lib import MemorySnapshot, Recipe, plan
+from gradmem_lib.course import models
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.bounds import bound_by_known, bound_by_sizes
 from gradmem_lib.planning.cards import Card
@@ -24,12 +24,10 @@ from gradmem_lib.planning.held import (
     saved_bytes_per_token,
 )
 from gradmem_lib.planning.options import EQUAL_TIME, ordered
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import MiB
 
 LLAMA = dict(layers=2, hidden=32, heads=4, intermediate=64, vocab=256)
@@ -209,27 +207,6 @@ def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(search
     assert least <= search.option(BF16).prediction.peak.total
 
 
-def test_another_optimizers_states_are_exchanged_and_its_step_says_nothing(searching):
-    search = searching(seq_len=1)
-    known = search.option(replace(BF16, optimizer="adafactor-torch"))
-    other = search.option(BF16)
-    assert (
-        known.prediction.peak.phase == "optimizer_step"
-        and other.prediction.peak.phase == "backward"
-    )
-    assert (
-        bound_by_known(search, BF16, known)
-        == other.prediction.peak.total
-        > known.prediction.peak.total
-    )
-    back = bound_by_known(search, known.recipe, other)
-    assert (
-        back
-        == max(row[2] for row in known.prediction.timeline.rows[:3])
-        < known.prediction.peak.total
-    )
-
-
 def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activations(searching):
     search = searching(seq_len=4096)
     held = resident_bytes(search.work, BF16)
@@ -242,22 +219,6 @@ def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activati
             bound_by_sizes(search, recipe)
             == held["parameters"] + held["optimizer"] + waiting + kept
         )
-
-
-def test_by_its_sizes_autocast_holds_its_copies_of_trained_matrices(searching):
-    """At the end of a forward there are all of them, beside gradients that wait."""
-    search = searching(seq_len=16)
-    work, recipe = search.work, replace(BF16, precision="autocast-bf16", accumulation=4)
-    everything = sum(resident_bytes(work, recipe).values())
-    least = bound_by_sizes(search, recipe)
-    assert (
-        everything + 2 * work.sized.trained_matrices
-        <= least
-        <= search.option(recipe).prediction.peak.total
-    )
-    for one in (replace(recipe, precision="bf16"), replace(recipe, lora_rank=8)):
-        saved = saved_bytes_per_token(work, one) * 16
-        assert bound_by_sizes(search, one) == sum(resident_bytes(work, one).values()) + saved
 
 
 def test_the_lightest_is_the_lightest_of_all(searching):

@@ -14,33 +14,12 @@ import pytest
 import torch
 import transformers
 from support.nightly import ALL, each
-from support.predicted import assert_same, assert_short_is_full, measured
+from support.predicted import RECIPES, assert_same, assert_short_is_full, measured, recipe_of
 from support.shrunk import families, shrunk
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 
-RECIPES = {
-    "float32": {},
-    "bf16": {"precision": "bf16", "optimizer": "adamw-fused"},
-    "foreach": {"optimizer": "adamw-foreach", "precision": "autocast-bf16"},
-    "8 bits": {"optimizer": "adamw-8bit", "precision": "bf16"},
-    "adafactor": {"optimizer": "adafactor-torch", "precision": "bf16"},
-    "momentum": {"optimizer": "sgd", "momentum": 0.9},
-    "masters": {"precision": "float32-master"},
-    "in backward": {"in_backward": True},
-    "accumulated": {"accumulation": 4},
-    "per layer": {"checkpointing": "per-layer"},
-    "first 5": {"checkpointing": "first-5", "precision": "bf16"},
-    "pairs of layers": {"checkpointing": 2},
-    "sqrt": {"checkpointing": "sqrt"},
-    "one in two": {"every_n_layers": 2},
-    "attention": {"checkpointing": "attention"},
-    "moved": {"offload": "activations", "checkpointing": "per-layer"},
-    "lora": {"lora_rank": 2, "precision": "bf16"},
-    "eager": {"attention": "eager"},
-}
 # The words of a refusal which says that the model itself fails: then it has to.
 FAILS = "fails in its prediction"
 # A real step in pieces counts the labels without the first of each row, and a prediction counts all
@@ -54,9 +33,9 @@ def draws_of(family: str) -> random.Random:
     return random.Random(f"{family} {random.random() if ALL else 0}")
 
 
-def check(family: str, layers: int, options: dict, rows: int, tokens: int, target: str) -> None:
-    case = family, layers, options, rows, tokens, target
-    config, recipe = shrunk(family, layers), Recipe(**{"attention": None} | options)
+def check(family: str, layers: int, name: str, rows: int, tokens: int, target: str) -> None:
+    case = family, layers, name, rows, tokens, target
+    config, recipe = shrunk(family, layers), recipe_of(name)
     rows *= recipe.accumulation
     ask = {"batch_size": rows, "seq_len": tokens, "recipe": recipe, "target": target}
     try:
@@ -89,7 +68,7 @@ def test_a_drawn_step_of_any_family_is_exact_or_refused(family):
         pytest.skip(f"{family} is not made small by the names of its sizes: {error}")
     for name in ["float32", *draws.sample(list(RECIPES), 2)]:
         rows, tokens = draws.randint(1, 4), draws.randint(8, 24)
-        check(family, layers, RECIPES[name], rows, tokens, draws.choice(["cpu", "cuda"]))
+        check(family, layers, name, rows, tokens, draws.choice(["cpu", "cuda"]))
 
 
 @pytest.mark.skipif(not ALL, reason="makes every type: make nightly")

@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from support.predicted import assert_short_is_full, on_targets
 
-from gradmem_lib.course.material import models
+from gradmem_lib import Recipe, predict
+from gradmem_lib.course import models
 from gradmem_lib.measure.timeline import TOTAL
 from gradmem_lib.prediction import trace
 from gradmem_lib.prediction.chunks import TRACED_CHUNKS
 from gradmem_lib.prediction.extrapolation import has_equal_chunks
 from gradmem_lib.prediction.marks import CHUNKS
-from gradmem_lib.prediction.predict import predict, source_of
+from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.prediction.short_traces import trace_few_parts
 from gradmem_lib.techniques.losses import CHUNK_TOKENS
-from gradmem_lib.training.recipe import Recipe
 
 PLAIN = Recipe(precision="bf16", optimizer="adamw-fused", chunked_loss=True)
 

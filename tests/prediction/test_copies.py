@@ -161,33 +161,3 @@ def test_what_has_no_copy_is_named_with_where_it_is(held, says):
     with QuickFakeMode():
         kept = fake_batch([torch.rand(2, requires_grad=True), torch.rand(2) * 2])
     assert [t.requires_grad for t in kept] == [True, False]
-
-
-class WithFunctions(nn.Module):
-    """Functions that hold modules, tensors and methods of the module, and one another."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = inner = nn.Linear(2, 2)
-        table, method, number = torch.rand(3), self.double, 7
-        self.call = lambda x, scale=1.0: inner(x) * scale
-        self.more = lambda x: (self.call(x), table, method, number)
-        call = self.call
-        self.nested = lambda x: call(x)
-        self.plain = torch.relu
-
-    def double(self, x):
-        return 2 * x
-
-
-def test_functions_of_a_copy_use_the_copy():
-    real = WithFunctions()
-    with QuickFakeMode():
-        made = fake_copy(real)
-        out, table, method, number = made.more(torch.rand(3, 2))
-        outs = out, table, made.nested(torch.rand(3, 2))
-    assert all(isinstance(tensor, FakeTensor) for tensor in outs)
-    assert method.__self__ is made and number == 7 and made.plain is real.plain
-    assert made.call.__defaults__ == (1.0,)
-    result = real.more(torch.rand(3, 2))  # the module's own functions did not change
-    assert type(result[0]) is Tensor and result[2].__self__ is real

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from support.families import tiny_config
 
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction import draws
 from gradmem_lib.prediction import trace as trace_module
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.recipe import Recipe
 
 
 @pytest.mark.parametrize("outputs", [draws.LOWEST, draws.HIGHEST], ids=["lowest", "highest"])

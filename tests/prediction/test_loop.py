@@ -8,15 +8,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.nightly import each
-from support.predicted import assert_short_is_full, config
+from support.predicted import config
 from torch.nn.utils import clip_grad_norm_
 
-from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib import Loop, MemoryTracker, Recipe, predict
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.inputs import example_batch
-from gradmem_lib.prediction.loop import Loop
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.training.recipe import Recipe
 
 ROWS, TOKENS = 4, 16
 
@@ -107,16 +104,6 @@ def test_a_loop_is_predicted_as_it_is_tracked(family, loop):
 def peaks(loop: Loop, target: str = "cpu", **recipe):
     ask = {"batch_size": 4, "seq_len": TOKENS, "recipe": Recipe(**recipe), "target": target}
     return predict(config("llama"), **ask, loop=loop)
-
-
-def test_short_traces_know_the_loop():
-    """Clipping stacks a norm of each parameter: that is one storage that grows with the layers, and
-    such a step is traced whole.
-    """
-    for loop in (Loop(zero_grad="before backward"), Loop(keeps="outputs"), Loop(clips=True)):
-        ask = {"batch_size": 2, "seq_len": 8, "target": "cpu", "loop": loop}
-        short = assert_short_is_full(config("llama", 9), **ask)
-        assert bool(short.traced_layers) is not loop.clips
 
 
 @pytest.mark.parametrize(

@@ -25,14 +25,12 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib.course import models
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.inputs import example_batch
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace, Source
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.training.recipe import Recipe
 
 AS_IT_IS = Recipe(precision=None, attention=None)
 RECIPE = Recipe(attention=None, optimizer="sgd")

@@ -14,13 +14,10 @@ from support.oracle import allocator_peak
 from support.predicted import assert_predicted, tracked
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict, prepare, step
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 
 ROWS, FEATURES, CLASSES = 6, 8, 4
 X, LABELS = torch.rand(ROWS, FEATURES), torch.arange(ROWS) % CLASSES
@@ -159,18 +156,8 @@ def all_columns(net, x):
     return jacfwd(lambda y: net(y).sum(0))(x).square().mean()
 
 
-def all_rows(net, x):
-    return jacrev(lambda y: net(y).sum(0))(x).square().mean()
-
-
 def curvature(net, x):
     return hessian(lambda y: net(y).mean())(x[0]).square().mean()
-
-
-def slope_in_reverse_mode(net, x):
-    value, backward = vjp(net, x)
-    (slope,) = backward(torch.ones_like(value))
-    return slope.square().mean() + value.mean()
 
 
 def gradients_of_rows(net, x):
@@ -221,8 +208,6 @@ def given_from_elsewhere(net, x):
         second_derivative,
         all_columns,
         curvature,  # no earlier prediction's zeros of forward mode are taken for its own
-        all_rows,
-        slope_in_reverse_mode,
         gradients_of_rows,
         gradient_penalty,
         penalty_after_the_loss,

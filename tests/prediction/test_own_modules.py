@@ -5,7 +5,6 @@ which leaves something in it shows.
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 from collections.abc import Callable
@@ -20,11 +19,10 @@ from support.predicted import assert_predicted, mean_square, tracked
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.trace import traced
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.training.recipe import Recipe
 
 ROWS = torch.rand(4, 8)
 AS_IT_IS = {"precision": None, "attention": None}
@@ -329,72 +327,6 @@ class FunctionsInLists(nn.Module):
         return x
 
 
-class ListOnceInAttributes(nn.Module):
-    """Functions that append to a list which is an attribute under two names."""
-
-    def __init__(self):
-        super().__init__()
-        inner = self.inner = nn.Linear(8, 8)
-        self.calls = calls = [lambda x: inner(x)]
-        self.same = calls
-        self.add = lambda call: calls.append(call)
-        self.seen = seen = []
-        self.pair = (lambda x: seen.append(inner(x)), calls)  # no part is in the list yet
-
-    def forward(self, x):
-        self.add(torch.tanh)
-        assert self.calls is self.same is self.pair[1] and len(self.calls) == 2
-        self.pair[0](x)
-        assert len(self.seen) == 1
-        for call in self.same:
-            x = call(x)
-        self.calls.pop()
-        return x + self.seen.pop()
-
-
-class WithAttributes(nn.Module):
-    """A partial and a function with attributes, as ``functools.wraps`` sets them."""
-
-    def __init__(self):
-        super().__init__()
-        inner = self.inner = nn.Linear(8, 8)
-
-        def scaled(scale, x):
-            return inner(x) * scale
-
-        bound = partial(scaled, 2.0)
-        functools.update_wrapper(bound, scaled)
-        scaled.times = 3
-        self.bound, self.in_a_list = bound, [scaled]
-
-    def forward(self, x):
-        assert self.bound.__name__ == "scaled" == self.in_a_list[0].__name__
-        assert self.in_a_list[0].times == 3 and self.bound.__wrapped__ is self.in_a_list[0]
-        return self.bound(x) + self.bound.__wrapped__(1.0, x)
-
-
-class ListsWithThemselves(nn.Module):
-    """Functions that hold a list, a dict, a tuple and a partial, each around itself."""
-
-    def __init__(self):
-        super().__init__()
-        inner = self.inner = nn.Linear(8, 8)
-        items = [inner]
-        items.append(items)
-        named = {"inner": inner}
-        named["self"] = named
-        table = []
-        pair = (inner, table)
-        bound = partial(lambda layer, rest, x: rest[0][0](layer(x)), inner, table)
-        table.extend([pair, bound])
-        self.first = lambda x: items[1][0](x)
-        self.second = lambda x: named["self"]["inner"](x)
-        self.third = lambda x: pair[1][1](x)
-
-    def forward(self, x):
-        return self.third(self.second(self.first(x)))
-
-
 class OneVariable(nn.Module):
     """Two functions with one variable: what one assigns, the other reads."""
 
@@ -426,9 +358,6 @@ for make in (
     notes_calls,
     has_a_layer_as_a_default,
     FunctionsInLists,
-    ListOnceInAttributes,
-    WithAttributes,
-    ListsWithThemselves,
     OneVariable,
 ):
     PROGRAMS[make.__name__] = Program(make, loss=mean_square)

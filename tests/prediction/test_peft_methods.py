@@ -17,9 +17,8 @@ from support.nightly import each
 from support.predicted import assert_same, assert_short_is_full, config, tracked
 from transformers import AutoModelForCausalLM
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 
 peft = pytest.importorskip("peft")
 

@@ -11,13 +11,12 @@ import torch
 from support.predicted import BATCH, SEQ, config
 from torch import nn
 
+from gradmem_lib import Recipe, predict
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction import allocator, cuda_kernels
 from gradmem_lib.prediction.extrapolation import BYTES
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.trace import traced
-from gradmem_lib.training.recipe import Recipe
 
 
 def patched() -> dict:

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from support.predicted import assert_predicted
 from torch import nn
 
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 
 AS_IT_IS = Recipe(precision=None, optimizer="sgd")
 ROWS, FIRST = torch.rand(2, 4), torch.tensor([0, 1])
@@ -37,27 +36,16 @@ def put(weight, rows):
 
 CASES = {
     "linear": lambda: (nn.Linear(4, 3), ROWS),
-    "linear, no bias": lambda: (nn.Linear(4, 3, bias=False), ROWS),
-    "vector": lambda: (Beside(lambda weight, rows: rows @ weight, 4), ROWS),
     "added product": lambda: (
         Beside(lambda weight, rows: torch.addmm(weight, rows, rows.T), 2, 2),
         ROWS,
     ),
     "convolution": lambda: (nn.Conv2d(4, 3, 2, bias=False), torch.rand(2, 4, 5, 5)),
-    "group norm": lambda: (nn.GroupNorm(2, 4), torch.rand(2, 4, 5)),
     "batch norm": lambda: (nn.BatchNorm2d(4), torch.rand(2, 4, 5, 5)),
-    "instance norm": lambda: (nn.InstanceNorm1d(4, affine=True), torch.rand(2, 4, 5)),
     "layer norm": lambda: (nn.LayerNorm(4), ROWS),
-    "distance": lambda: (Beside(torch.cdist, 3, 4), ROWS),
     "put in": lambda: (Beside(put, 2, 4), ROWS),
     "added by index": lambda: (Beside(lambda w, rows: rows.index_add(0, FIRST, w), 2, 4), ROWS),
     "huber": lambda: (Beside(F.huber_loss, 2, 4), ROWS),
-    "entropy": lambda: (
-        Beside(lambda w, rows: F.binary_cross_entropy(w.sigmoid(), rows), 2, 4),
-        ROWS,
-    ),
-    "soft margin": lambda: (Beside(F.soft_margin_loss, 2, 4), ROWS),
-    "squares": lambda: (Beside(F.mse_loss, 2, 4), ROWS),
     "product by number": lambda: (Beside(torch.mul, 2, 4), ROWS),
 }
 

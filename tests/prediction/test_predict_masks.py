@@ -12,10 +12,9 @@ from support.families import OLDER, tiny_config
 from support.nightly import each
 from support.predicted import assert_predicted
 
+from gradmem_lib import Recipe, predict
 from gradmem_lib.model.classes import model_class
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.training.recipe import Recipe
 
 FULL, HIDDEN = torch.ones(2, 16, dtype=torch.int64), (torch.arange(16) < 10).long().expand(2, 16)
 ONE_ROW = torch.stack([FULL[0], HIDDEN[0]])

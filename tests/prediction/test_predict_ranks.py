@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.nightly import ALL, each
-from support.predicted import assert_short_is_full, config
-from support.ranked import ROWS, TOKENS, figures, measured_here, predicted_for
+from support.predicted import config
+from support.ranked import figures, measured_here, predicted_for
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.compat.fake_ranks import fake_process_group
@@ -68,16 +67,6 @@ def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypat
     asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
     predict(config("llama"), recipe=Recipe(sharding="ddp"), full=True, **asked)
     assert (torch.float64, 8) in sent
-
-
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_short_traces_make_the_whole_one(how):
-    fields = {"sharding": how, "checkpointing": "per-layer"}
-    asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 3, "rank": 2}
-    asked["recipe"] = Recipe(**fields)
-    quick = assert_short_is_full(config("gqa", 16), **asked)
-    assert quick.traced_layers == ((3, 4, 5) if how == "ddp" else (3, 4))
-    assert "rank 2 of 3" in quick.title
 
 
 @pytest.mark.parametrize("how", each(2, ["ddp", "fsdp"]))
@@ -193,37 +182,3 @@ def test_a_group_that_exists_is_put_aside_and_given_back(inside):
     finally:
         if inside:
             dist.destroy_process_group()
-
-
-def in_a_rank(rows: int, tokens: int) -> tuple:
-    """A prediction of eight ranks inside a group of two, which goes on as it was."""
-    rank, group = dist.get_rank(), dist.new_group([0, 1])
-    found = []
-    for ranks in (8, 8) if rank else (8,):  # one rank asks more often than the other
-        asked = {"batch_size": rows, "seq_len": tokens, "target": "cpu", "ranks": ranks, "rank": 5}
-        found.append(
-            figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
-        )
-    sums = []
-    for one in (None, group, dist.new_group([0, 1])):
-        number = torch.ones(1)
-        dist.all_reduce(number, group=one)
-        sums.append(number.item())
-    return found, sums, dist.get_world_size(), MemoryTracker._running
-
-
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "vocab_size": 128,
-    "num_hidden_layers": 3,
-}
-
-
-def test_a_real_rank_may_predict_too():
-    asked = {"batch_size": ROWS, "seq_len": TOKENS, "target": "cpu", "ranks": 8, "rank": 5}
-    here = figures(predict(LlamaConfig(**SMALL), recipe=Recipe(sharding="fsdp"), **asked))
-    for found, sums, size, running in run_ranks(in_a_rank, ROWS, TOKENS):
-        assert all(one == here for one in found)
-        assert sums == [2, 2, 2] and size == 2 and running is None

@@ -16,43 +16,15 @@ from support.predicted import (
     assert_short_is_full,
     config,
     measured,
-    tracked,
 )
-from torch import nn
 
+from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction import fakes, short_traces
 from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.allocator import replayed
-from gradmem_lib.prediction.extrapolation import PART, repeated_layers
-from gradmem_lib.prediction.predict import predict
+from gradmem_lib.prediction.extrapolation import PART
 from gradmem_lib.prediction.question import Question
 from gradmem_lib.techniques.schedules import segments_for
-from gradmem_lib.training.recipe import Recipe
-
-
-@pytest.mark.parametrize(
-    ("recipe", "layers", "traced", "target"),
-    each(
-        3,
-        [
-            (Recipe(checkpointing=2), 13, (5, 7), "cpu"),  # 2, 2, ..., 1
-            (Recipe(checkpointing=2, optimizer="sgd"), 13, (5, 7), "cuda"),
-            (Recipe(every_n_layers=2, optimizer="sgd"), 13, (5, 7), "cuda"),
-            (
-                Recipe(checkpointing=3, optimizer="adamw-foreach", accumulation=2),
-                19,
-                (7, 10),
-                "cpu",
-            ),
-            (Recipe(checkpointing=2, precision="bf16", lora_rank=2), 12, (4, 6), "cpu"),
-            (Recipe(checkpointing="sqrt", precision="autocast-bf16"), 36, (12, 18), "cuda"),
-        ],
-    ),
-)
-def test_segments_are_repeated_whole(recipe, layers, traced, target):
-    ask = {"batch_size": 2 * recipe.accumulation, "seq_len": 8, "recipe": recipe, "target": target}
-    assert assert_short_is_full(config("llama", layers), **ask).traced_layers == traced
-
 
 ACCUMULATED = [
     ("llama", Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=8)),
@@ -257,24 +229,6 @@ def test_what_is_repeated_of_a_schedule():
     assert units(Recipe(checkpointing=[4, 4, 1]), 9) == []
 
 
-class Uneven(nn.Module):
-    """Eleven blocks, of which the seventh is wider."""
-
-    def __init__(self, odd: int | None = 7):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Linear(16, width := 48 if i == odd else 32), nn.ReLU(), nn.Linear(width, 16)
-            )
-            for i in range(11)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-        return x.square().mean()
-
-
 def test_falls_back_where_layers_differ():
     ask = {"batch_size": BATCH, "seq_len": SEQ, "target": "cpu"}
     # two kinds that take turns are repeated in pairs, as long as that is less work
@@ -283,18 +237,3 @@ def test_falls_back_where_layers_differ():
     assert uneven.traced_layers == ()
     # two short traces would be more work
     assert predict(config("llama", 6), **ask).traced_layers == ()
-    assert repeated_layers(Uneven()) == []
-    assert [len(several) for several in repeated_layers(Uneven(odd=None))] == [11]
-
-
-@pytest.mark.parametrize("odd", [7, None])
-def test_any_module(odd):
-    model, x = Uneven(odd), torch.randn(8, 16)
-    before = {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
-    predicted = predict(model, batch=x, target="cpu")
-    assert before == {name: (p.data_ptr(), p._version) for name, p in model.named_parameters()}
-    assert predicted.traced_layers == ()
-    assert (
-        predicted.peak == predict(model, batch=torch.empty(8, 16, device="meta"), target="cpu").peak
-    )
-    assert_same(predicted, tracked(model, x))

@@ -5,20 +5,18 @@ import os
 import signal
 import sys
 import threading
-import time
 
 import numpy as np
 import pytest
 from support.nightly import each
 
+from gradmem_lib import Recipe, plan, predict
 from gradmem_lib.course import models
-from gradmem_lib.planning.plan import plan
 from gradmem_lib.prediction import second_process as module
 from gradmem_lib.prediction import short_traces
-from gradmem_lib.prediction.predict import predict, source_of
+from gradmem_lib.prediction.predict import source_of
 from gradmem_lib.prediction.second_process import can_fork, second_process
 from gradmem_lib.prediction.short_traces import trace_few_parts
-from gradmem_lib.training.recipe import Recipe
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="needs Linux and two cores")
 
@@ -154,23 +152,6 @@ def test_no_answer_is_taken_for_one_to_another_question(where, error, monkeypatc
     assert not multiprocessing.active_children()
 
 
-def test_an_error_here_leaves_the_second_process_at_work():
-    source = source_of(config())
-    first = os.getpid()
-
-    def fails_here(question):
-        if os.getpid() == first:
-            raise ValueError("here")
-        return layers_kept(question)
-
-    with second_process(source, fails_here):
-        for _ in range(2):
-            with pytest.raises(ValueError, match="here"):
-                module.traces_of(source, questions_about(source), fails_here)
-            assert source.second_process is not None
-        assert not source.second_process._answers.poll()  # no answer is left over
-
-
 def bytes_in(connection) -> int:
     """How many bytes a pipe holds."""
     import fcntl  # Windows has neither of them, and no forks
@@ -194,19 +175,6 @@ def test_a_process_that_is_killed_while_it_sends_is_not_an_error():
         os.kill(other._process.pid, signal.SIGKILL)
         other._process.join()
         assert other.answer() is None
-    assert not multiprocessing.active_children()
-
-
-def test_it_is_ended_at_once_where_it_still_traces():
-    source = source_of(config())
-
-    def endless(question):
-        time.sleep(600)
-
-    with second_process(source, endless):
-        source.second_process.ask(questions_about(source))
-        began = time.monotonic()
-    assert time.monotonic() - began < 4
     assert not multiprocessing.active_children()
 
 

@@ -12,22 +12,22 @@ from torch.utils.data import Dataset
 from gradmem_lib.compat.trees import tree_leaves, tree_map
 from gradmem_lib.planning.rows import rows_like
 
-TOKENS, WORDS, WIDTH = 8, 24, 32
+TOKENS, WIDTH = 8, 32
 
 
-def attend(mixed, causal: bool):
+def attend(mixed):
     heads = [part.unflatten(-1, (2, -1)).transpose(1, 2) for part in mixed.chunk(3, -1)]
-    return F.scaled_dot_product_attention(*heads, is_causal=causal).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
 
 
 class Attention(nn.Module):
-    def __init__(self, causal: bool = False):
+    def __init__(self):
         super().__init__()
-        self.norm, self.causal = nn.LayerNorm(WIDTH), causal
+        self.norm = nn.LayerNorm(WIDTH)
         self.mixed, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x):
-        return self.out(attend(self.mixed(self.norm(x)), self.causal))
+        return self.out(attend(self.mixed(self.norm(x))))
 
 
 class FeedForward(nn.Module):
@@ -41,30 +41,13 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, causal: bool = False):
+    def __init__(self):
         super().__init__()
-        self.attention, self.forth = Attention(causal), FeedForward()
+        self.attention, self.forth = Attention(), FeedForward()
 
     def forward(self, x):
         x = x + self.attention(x)
         return x + self.forth(x)
-
-
-class Language(nn.Module):
-    """A language model whose blocks are in a ModuleList."""
-
-    def __init__(self, layers: int = 4):
-        super().__init__()
-        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(TOKENS, WIDTH)
-        self.blocks = nn.ModuleList(Block(causal=True) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
-
-    def forward(self, ids, labels):
-        x = self.words(ids) + self.places.weight
-        for block in self.blocks:
-            x = block(x)
-        logits = self.head(self.norm(x))
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Pairs(nn.Module):
@@ -187,7 +170,6 @@ def class_loss(model, batch):
     return F.cross_entropy(model(inputs), classes)
 
 
-IDS = torch.zeros(1, TOKENS, dtype=torch.int64)
 CLASS = torch.zeros(1, dtype=torch.int64)
 NOISE = {
     "latents": torch.zeros(1, 4, 8, 8),
@@ -197,7 +179,6 @@ NOISE = {
 # By name: how the model is built, a row of its batch, its loss, and the lists of its layers in the
 # order of their calls.
 OWN_MODELS = {
-    "language": (Language, {"ids": IDS, "labels": IDS}, None, ("blocks",)),
     "diffusion": (Diffusion, NOISE, noise_loss, ("blocks",)),
     "unet": (UNet, NOISE, noise_loss, ("down", "middle", "up")),
     "pairs": (Pairs, (torch.zeros(1, TOKENS, 4), CLASS), class_loss, ("layers",)),

@@ -57,20 +57,6 @@ class Normalized(nn.Module):
         return self.head(self.layers(x).mean((2, 3))).square().mean()
 
 
-class Recurrent(nn.Module):
-    """A classifier of words with an LSTM of two layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(40, 8)
-        self.lstm = nn.LSTM(8, 12, num_layers=2, batch_first=True)
-        self.head = nn.Linear(12, 5)
-
-    def forward(self, words: Tensor) -> Tensor:
-        out, _ = self.lstm(self.embedding(words))
-        return F.cross_entropy(self.head(out[:, -1]), words[:, 0] % 5)
-
-
 WORDS = torch.arange(ROWS * 6).reshape(ROWS, 6) % 40
 IMAGES = torch.linspace(0, 1, ROWS * 3 * 64).reshape(ROWS, 3, 8, 8)
 # By name: how the module is built, a rank's batch, and a loss, if the module returns none.
@@ -78,7 +64,6 @@ MODULES = {
     "unet": (UNet, rows_of(NOISE, ROWS), noise_loss),  # lists of layers, called in another order
     "translator": (Translator, WORDS, None),
     "normalized": (Normalized, IMAGES, None),
-    "recurrent": (Recurrent, WORDS, None),
 }
 
 

@@ -67,6 +67,61 @@ def config(family: str, layers: int = 3):
     }[family]()
 
 
+# Fields of recipes, by a name. Attention is as the model has it, where nothing is said.
+RECIPES = {
+    "float32": {},
+    "bf16-eager-fused": {"precision": "bf16", "attention": "eager", "optimizer": "adamw-fused"},
+    "autocast-per-layer": {
+        "precision": "autocast-bf16",
+        "optimizer": "adamw-foreach",
+        "checkpointing": "per-layer",
+    },
+    "lora": {"lora_rank": 2, "precision": "bf16"},
+    "accumulated": {"accumulation": 2, "optimizer": "sgd", "attention": "fused"},
+    "in-backward": {"in_backward": True, "precision": "bf16"},
+    "master-per-layer": {"precision": "float32-master", "checkpointing": "per-layer"},
+    "segments": {"precision": "bf16", "checkpointing": 2, "optimizer": "adamw-foreach"},
+    "fp16-every-second": {
+        "precision": "autocast-fp16",
+        "every_n_layers": 2,
+        "optimizer": "adamw-fused",
+    },
+    "lora-per-layer": {"lora_rank": 4, "checkpointing": "per-layer", "precision": "autocast-bf16"},
+    "in-backward-momentum": {"in_backward": True, "optimizer": "sgd", "momentum": 0.9},
+    "adafactor": {"optimizer": "adafactor", "precision": "bf16"},
+    "adafactor-torch": {"optimizer": "adafactor-torch", "precision": "bf16"},
+    "8-bit": {"optimizer": "adamw-8bit", "precision": "bf16"},
+    "stochastic": {"optimizer": "adamw-stochastic", "precision": "bf16"},
+    "momentum": {"optimizer": "sgd", "momentum": 0.9},
+    "foreach": {"optimizer": "adamw-foreach", "precision": "autocast-bf16"},
+    "master-foreach": {"precision": "float32-master", "optimizer": "adamw-foreach"},
+    "master-fused": {"precision": "float32-master", "optimizer": "adamw-fused"},
+    "accumulated-fp16": {"accumulation": 4, "precision": "autocast-fp16"},
+    "sqrt": {"checkpointing": "sqrt", "precision": "bf16"},
+    "best": {"checkpointing": "best"},
+    "first-2": {"checkpointing": "first-2", "precision": "bf16"},
+    "attention": {"checkpointing": "attention", "attention": "eager"},
+    "mlp": {"checkpointing": "mlp", "precision": "autocast-bf16"},
+    "elementwise": {"checkpointing": "elementwise", "precision": "bf16"},
+    "moved": {"offload": "activations", "checkpointing": "per-layer"},
+    "chunked": {"chunked_loss": True, "precision": "bf16"},
+    "chunked-autocast-lora": {
+        "chunked_loss": True,
+        "precision": "autocast-bf16",
+        "lora_rank": 2,
+    },
+    "in-backward-adafactor-torch": {
+        "in_backward": True,
+        "optimizer": "adafactor-torch",
+        "precision": "bf16",
+    },
+}
+
+
+def recipe_of(name: str) -> Recipe:
+    return Recipe(**{"attention": None} | RECIPES[name])
+
+
 BATCH, SEQ = 4, 16
 
 

@@ -17,12 +17,16 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib import (
+    MemoryTracker,
+    accumulate_gradients,
+    check_pieces_add_up,
+    count_targets,
+    next_token_loss,
+)
+from gradmem_lib.course import models
 from gradmem_lib.techniques import accumulation
-from gradmem_lib.techniques.accumulation import accumulate_gradients, split
-from gradmem_lib.techniques.losses import count_targets, next_token_loss
-from gradmem_lib.techniques.pieces import check_pieces_add_up
+from gradmem_lib.techniques.accumulation import split
 
 VOCAB, LONGEST = 31, 12
 EXAMPLES = 1000 if os.environ.get("GRADMEM_ALL") else 60

@@ -11,12 +11,10 @@ from support.families import OLDER, tiny_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
+from gradmem_lib import MemoryTracker, extra_forwards
 from gradmem_lib.compat.fake_ranks import fake_process_group
-from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.model.classes import model_class
-from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.techniques.schedules import extra_forwards
 
 LAYERS = 4
 
@@ -28,12 +26,12 @@ def made(family="llama", **more):
     return model_class(config)(config).train()
 
 
-def peaks(model, every, run, part=None):
+def peaks(model, every, run, part):
     """Peaks in bytes: of a first step, in which "best" measures, of a second micro-batch, and of
     another step.
     """
     found = []
-    checkpoints = checkpoint_layers(part or model, every)
+    checkpoints = checkpoint_layers(part, every)
     with checkpoints as handle, MemoryTracker(model, live=False) as tracker:
         for fresh in (True, False, True):
             if fresh:
@@ -44,60 +42,59 @@ def peaks(model, every, run, part=None):
     return found, handle
 
 
-def assert_best_is_not_above_one_a_layer(model, run, part=None):
-    single, _ = peaks(model, 1, run, part)
-    best, handle = peaks(model, "best", run, part)
-    for ours, theirs in zip(best, single, strict=True):
-        assert ours <= theirs, handle
-    return handle
+def backward_of(shape, trained=True, autocast=False):
+    """A step on so many rows and tokens; of a frozen model, the embedding is trained."""
+    ids = torch.randint(3, 64, shape)
 
-
-def test_while_best_measures_autocast_keeps_no_casts():
-    model = made("olmo2", num_hidden_layers=5)
-    batch = example_batch(model, 4, 48)
-
-    def run():
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(**batch).loss
+    def run(model):
+        model.requires_grad_(trained)
+        model.get_input_embeddings().weight.requires_grad_(True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
 
-    assert_best_is_not_above_one_a_layer(model, run)
+    return run
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "gemma2", "bert"])
-@pytest.mark.parametrize(("shape", "trained"), [((1, 8), True), ((4, 48), False)])
-def test_best_is_never_above_one_a_layer_on_a_whole_language_model(family, shape, trained):
-    """Few tokens and many, trained and frozen."""
-    model, ids = made(family), torch.randint(3, 500, shape)
-    model.requires_grad_(trained)
-    model.get_input_embeddings().weight.requires_grad_(True)
-    assert_best_is_not_above_one_a_layer(
-        model, lambda: model(input_ids=ids, labels=ids).loss.backward()
-    )
+def loss_outside(model):
+    ids = torch.randint(0, 500, (4, 48), generator=torch.Generator().manual_seed(0))
+    logits = model(input_ids=ids).logits.float()
+    nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
 
 
-def test_measuring_needs_no_more_than_one_a_layer_where_layers_return_more_than_a_state():
-    """Bloom's return the attention's weights too, which are kept for backward and which no gradient
-    comes from.
+def bloom():
+    """Its layers return the attention's weights too, which are kept for backward and which no
+    gradient comes from.
     """
-    config = transformers.BloomConfig(
-        hidden_size=32, n_layer=LAYERS, n_head=4, vocab_size=64, use_cache=False
-    )
-    model, ids = transformers.BloomForCausalLM(config).train(), torch.randint(0, 64, (2, 128))
-    handle = assert_best_is_not_above_one_a_layer(
-        model, lambda: model(input_ids=ids, labels=ids).loss.backward()
-    )
-    assert min(handle.internal) > 2 * 4 * 128 * 128 * 4  # rows, heads, tokens, tokens, bytes
+    sizes = {"hidden_size": 32, "n_layer": LAYERS, "n_head": 4, "vocab_size": 64}
+    config = transformers.BloomConfig(**sizes, use_cache=False)
+    return transformers.BloomForCausalLM(config).train()
 
 
-def test_best_given_the_list_alone_and_a_loss_outside_of_the_model_is_never_above_one_a_layer():
-    model, ids = made(), torch.randint(0, 500, (4, 48))
+FEW, MANY = backward_of((1, 8)), backward_of((4, 48), trained=False)
+STEPS = {
+    "few tokens": (lambda: made("gpt_neox"), FEW),
+    "two kinds of layers": (lambda: made("gemma2"), FEW),
+    "frozen": (lambda: made("gemma2"), MANY),
+    "frozen, masked": (lambda: made("bert"), MANY),
+    # while best measures, autocast keeps no casts
+    "autocast": (lambda: made("olmo2", num_hidden_layers=5), backward_of((4, 48), autocast=True)),
+    "layers that return more": (bloom, backward_of((2, 128))),
+    "a loss outside of the model": (made, loss_outside),
+}
 
-    def run():
-        logits = model(input_ids=ids).logits.float()
-        nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
 
-    assert_best_is_not_above_one_a_layer(model, run, model.model.layers)
+@pytest.mark.parametrize("name", STEPS)
+def test_best_is_never_above_one_a_layer(name):
+    make, run = STEPS[name]
+    model = make()
+    part = model.model.layers if run is loss_outside else model
+    single, _ = peaks(model, 1, lambda: run(model), part)
+    best, handle = peaks(model, "best", lambda: run(model), part)
+    for ours, theirs in zip(best, single, strict=True):
+        assert ours <= theirs, handle
+    if make is bloom:
+        assert min(handle.internal) > 2 * 4 * 128 * 128 * 4  # rows, heads, tokens, tokens, bytes
 
 
 def test_layers_of_different_kinds_get_segments_of_their_own_from_best():

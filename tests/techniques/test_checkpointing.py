@@ -6,11 +6,10 @@ from support.checkpointed import FAMILIES, HF, N, batch_for, layers_of, made, sa
 from support.nightly import each
 from torch import nn
 
-from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib import MemoryTracker, extra_forwards
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
-from gradmem_lib.techniques.schedules import extra_forwards
 
-SCHEDULES = ["sqrt", "best", 1, 4, N, [1, 5], [[[1, 1], 1, 1], 2]]
+SCHEDULES = ["sqrt", "best", 1, 4, N, "first-2", [1, 5], [[[1, 1], 1, 1], 2]]
 
 
 @pytest.mark.parametrize("family", each(3, FAMILIES, 1))

@@ -18,9 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradmem_lib import accumulate_gradients, next_token_loss, split
 from gradmem_lib.compat.fake_ranks import fake_process_group
-from gradmem_lib.course import run_ranks, torchrun
+from gradmem_lib.course import models, run_ranks, torchrun
 from gradmem_lib.course.machine.thread_ranks import on_ranks
-from gradmem_lib.course.material import models
 from gradmem_lib.techniques.data_parallel import (
     Processes,
     Replicated,
@@ -174,16 +173,6 @@ def test_numbers_are_summed_over_every_group():
         return both.divisor, both.sums(2.0**rank, rank == 3, 2**53)
 
     assert on_ranks(summed, 4) == [(4, [15, 1, 2.0**55])] * 4
-
-
-def test_the_last_micro_batch_sends_and_at_most_two_are_held():
-    fetched = []
-    given = (fetched.append(i) or i for i in range(3))
-    found = [(micro, last, len(fetched)) for micro, last in Replicated().micro_batches(given)]
-    assert found == [(0, False, 2), (1, False, 3), (2, True, 3)]
-    assert list(Replicated().micro_batches([None])) == [(None, True)]
-    with pytest.raises(ValueError, match="nothing to learn from"):
-        list(Replicated().micro_batches([]))
 
 
 def test_sharded_processes_take_micro_batches_together():

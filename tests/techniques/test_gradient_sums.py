@@ -82,13 +82,6 @@ def test_float32_weights_and_frozen_ones_are_left_as_they_are():
     assert mixed[2].weight.grad is None  # not used
 
 
-def test_gradients_from_before_are_in_the_sum():
-    model = small()
-    once = accumulated(model, float32_sums=True)
-    twice = accumulated(model, float32_sums=True)
-    assert error(twice, 2 * once) < 0.004
-
-
 def test_everything_is_undone_after_ctrl_c():
     model = small()
 

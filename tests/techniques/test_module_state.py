@@ -8,11 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib import Recipe
+from gradmem_lib import Recipe, prepare, step
 from gradmem_lib.techniques.asking import as_in_evaluation
 from gradmem_lib.techniques.module_state import left_as_it_was
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.step import step
 
 
 class KeepsMuch(nn.Module):

@@ -157,20 +157,6 @@ def test_what_is_not_is_refused_in_a_sentence_and_nothing_changes(loss, reductio
     assert state(model) == before
 
 
-def test_three_forwards_without_a_graph_in_eval_mode():
-    model, batch = model_and_batch()
-    seen = []
-
-    def loss_and_count(micro):
-        loss, count = smoothed(model, micro)
-        seen.append((count, loss.requires_grad, model.training))
-        return loss, count
-
-    check_pieces_add_up(model, batch, loss_and_count, reduction="mean")
-    assert seen == [(6, False, False), (5, False, False), (1, False, False)]
-    assert model.training
-
-
 def test_a_batch_that_shows_nothing_is_refused():
     model, batch = model_and_batch()
     with pytest.raises(ValueError, match="give at least two rows"):

@@ -12,14 +12,13 @@ from support.nightly import each
 from support.predicted import assert_same, measured
 from torch import nn
 
-from gradmem_lib.course.material import models
+from gradmem_lib import AdamW8bit, Recipe, predict
+from gradmem_lib.course import models
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.names import QUANTIZED
-from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques import quantized
 from gradmem_lib.techniques.lora import add_lora
-from gradmem_lib.techniques.optimizers import AdamW8bit, code_table, nearest
-from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.techniques.optimizers import code_table, nearest
 
 
 def test_the_16_values_of_nf4_are_the_papers():

@@ -9,8 +9,7 @@ from support.gradients import error
 from support.gradients import taken_gradient as gradient
 from torch import nn
 
-from gradmem_lib import MemoryTracker, accumulate_through_embeddings, split
-from gradmem_lib.techniques.accumulation import Accumulated
+from gradmem_lib import Accumulated, MemoryTracker, accumulate_through_embeddings, split
 
 VOCAB, TOKENS, WIDTH = 31, 6, 16
 LIMIT = 1e-12
@@ -81,23 +80,6 @@ def test_the_gradient_is_the_full_batchs(loss, size):
     assert error(gradient(model), expected) <= LIMIT
     assert isinstance(found, Accumulated) and found.items == 7
     assert found.loss == pytest.approx(mean, rel=LIMIT)
-
-
-def test_one_tensor_and_labels_are_passed_on():
-    """A loss that pulls rows of one class together (supervised contrastive)."""
-    model, batch = encoder(), pairs()
-
-    def embed(micro):
-        return model(micro["query"]), micro["class"]
-
-    def loss_of(rows, classes):
-        similar = F.normalize(rows, dim=-1) @ F.normalize(rows, dim=-1).T
-        same = (classes[:, None] == classes).double()
-        return -(similar.log_softmax(-1) * same).sum() / same.sum()
-
-    expected, _ = full_gradient(model, embed, loss_of, batch)
-    accumulate_through_embeddings(list(split(batch, 3)), embed, loss_of, model=model)
-    assert error(gradient(model), expected) <= LIMIT
 
 
 def test_the_activations_are_those_of_one_micro_batch():

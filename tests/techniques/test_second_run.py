@@ -11,11 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib import accumulate_through_embeddings, split
-from gradmem_lib.techniques.asking import as_in_evaluation
+from gradmem_lib import accumulate_through_embeddings, checkpoint_parts, split
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.second_run import nearly_same
-from gradmem_lib.techniques.selective import checkpoint_parts
 
 OF_ALL = torch.Generator()
 SHARED = random.Random(0)
@@ -185,14 +183,6 @@ def test_a_second_backward_through_a_kept_graph_runs_from_the_same_state():
     once = [p.grad.clone() for p in net.parameters()]
     loss.backward()
     assert all(map(torch.equal, [p.grad for p in net.parameters()], [2 * g for g in once]))
-
-
-def test_a_question_leaves_no_random_number_drawn():
-    net = chain(Draws)
-    before = random_states(net)
-    with as_in_evaluation(net):
-        net(torch.randn(6, 8).double())
-    assert random_states(net) == before
 
 
 class Later(Layer):

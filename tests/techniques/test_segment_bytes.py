@@ -10,11 +10,10 @@ from support.nightly import each
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradmem_lib.course.material import models
-from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib import MemoryTracker, best_segments, schedule_peak, uniform_segments
+from gradmem_lib.course import models
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.layer_bytes import layer_bytes
-from gradmem_lib.techniques.schedules import best_segments, schedule_peak, uniform_segments
 
 
 def peak_of_chain(n, every, keeps, keep_last=None, loss=weighted):
@@ -76,11 +75,6 @@ def test_layers_of_unequal_size_are_measured_and_predicted():
     )
     lowest = best_segments(9, handle.internal, handle.boundary, temporaries=needs)
     assert measured == schedule_peak(lowest, handle.internal, handle.boundary, temporaries=needs)
-
-
-def test_chain_refuses_numbers_below_one():
-    with pytest.raises(ValueError, match="at least 1"):
-        models.chain(2, width=0)
 
 
 class Block(nn.Module):

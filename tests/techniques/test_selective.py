@@ -17,14 +17,13 @@ from support.predicted import (
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers
-from gradmem_lib.course.material import models
+from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, checkpoint_parts
+from gradmem_lib.course import models
 from gradmem_lib.names import SELECTIVE
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import seconds_per_token
 from gradmem_lib.planning.work import count
 from gradmem_lib.techniques.layer_arguments import CACHE_WARNING
-from gradmem_lib.techniques.selective import checkpoint_parts
 
 SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
 IDS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
@@ -177,18 +176,6 @@ def test_a_key_value_cache_is_left_out_with_one_warning():
     with checkpoint_parts(model, "attention"), warnings.catch_warnings():
         warnings.simplefilter("error")
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
-
-
-def test_layers_are_checkpointed_once():
-    model = model_of("llama")
-    with checkpoint_parts(model, "mlp"):
-        for again in (
-            lambda: checkpoint_parts(model, "attention"),
-            lambda: checkpoint_layers(model, 1),
-        ):
-            with pytest.raises(RuntimeError, match="checkpointed already"):
-                again()
-    checkpoint_layers(model, 1).remove()
 
 
 def test_plan_weighs_the_operations_that_torch_counts_again():

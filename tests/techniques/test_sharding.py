@@ -15,12 +15,11 @@ from support.sharded import distances, far, whole
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradmem_lib import Recipe, make_trainer, prepare, step
+from gradmem_lib import GradScaler, Recipe, make_trainer, prepare, step
 from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
 from gradmem_lib.techniques import sharding
-from gradmem_lib.techniques.precision import GradScaler
 from gradmem_lib.techniques.sharding import shard
 
 CLOSE = 1e-12
@@ -319,19 +318,6 @@ def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
             )
             assert parallel.process_group is mesh.get_group()
     assert moved == ["cpu"]
-
-
-@pytest.mark.parametrize("own_mesh", [False, True])
-def test_states_are_cut_over_the_mesh(own_mesh):
-    with fake_process_group(3, 2) as mesh:
-        weights = [nn.Parameter(torch.ones(4)) for _ in range(3)]
-        cut = sharding.shard_optimizer_states(
-            weights, torch.optim.SGD, mesh.get_group() if own_mesh else None
-        )
-        assert cut.process_group is mesh.get_group()
-        assert [len(group["params"]) for group in cut.optim.param_groups] == [1] and type(
-            cut.optim
-        ) is torch.optim.SGD
 
 
 def test_make_trainer_on_two_ranks_learns_what_one_process_learns(on_two, tmp_path):

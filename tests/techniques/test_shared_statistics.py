@@ -95,13 +95,6 @@ def test_a_buffer_that_is_replaced_is_seen_and_one_that_is_filled_once_is_not():
         accumulated(Caching().double())
 
 
-def test_in_eval_mode_nothing_changes():
-    model = with_spectral_norm().eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accumulated(model)
-
-
 def test_an_instance_norm_normalizes_each_row_by_itself():
     torch.manual_seed(0)
     model = nn.Sequential(

@@ -10,7 +10,7 @@ from support.predicted import assert_predicted, example_batch, model_class
 from torch import nn
 
 from gradmem_lib import MemoryTracker, checkpoint_layers, checkpoint_parts, tiled
-from gradmem_lib.course.material import models
+from gradmem_lib.course import models
 from gradmem_lib.techniques.selective import find_parts
 
 ROWS, TOKENS, WIDTH, INSIDE = 2, 64, 32, 256
@@ -130,23 +130,6 @@ def test_a_mixtures_block_takes_slices_of_one_row_and_says_so():
             pytest.raises(ValueError, match=r"cannot run on a slice .*of one row"),
         ):
             block(x[:, :tokens])
-
-
-def test_a_first_row_of_one_token_says_nothing_of_longer_ones():
-    module = Summed()
-    with tiled(module, 2):
-        module(torch.randn(1, WIDTH))
-        with pytest.raises(ValueError, match="depends on another token"):
-            module(torch.randn(TOKENS, WIDTH))
-
-
-def test_dropout_is_no_dependence_and_random_states_stay():
-    module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5))
-    torch.manual_seed(1)
-    expected = module(torch.ones(TOKENS, WIDTH))
-    with tiled(module, 1):
-        torch.manual_seed(1)
-        assert torch.equal(module(torch.ones(TOKENS, WIDTH)), expected)
 
 
 def test_in_eval_and_without_gradients_nothing_is_cut():

@@ -12,15 +12,12 @@ from support.trainers import ROWS, SEQ, classifier, rows, small, trainer_for
 from torch import nn
 from transformers import TrainingArguments, default_data_collator
 
-from gradmem_lib import make_trainer, merge_adapters
+from gradmem_lib import LoRALinear, Recipe, arguments, make_trainer, merge_adapters, predict
 from gradmem_lib.course.material import texts
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.optimizers import RELATIVE_RATE
-from gradmem_lib.prediction.predict import predict
-from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.training.prepare import make_optimizer
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT, arguments
+from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 RECIPES = {
@@ -129,13 +126,10 @@ LORA = Recipe(lora_rank=4, precision="bf16")
         (Recipe(accumulation=3), {}, "equal micro-batches"),
         (Recipe(precision="autocast-fp16"), {}, "fp16=True"),
         (Recipe(), {"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
-        (Recipe(), {"per_device_train_batch_size": 1}, "per_device_train_batch_size=1"),
-        (Recipe(), {"bf16": True}, "bf16=True"),
         (Recipe(), {"gradient_checkpointing": True}, "gradient_checkpointing=True"),
         (Recipe(), {"optim": "sgd"}, "optim='sgd'"),
         (LORA, {"model_init": small}, "make_trainer, since the recipe has changed this model"),
         (LORA, {"optimizers": (None, None)}, "make_trainer, since the recipe makes the optimizer"),
-        (LORA, {"optimizer_cls_and_kwargs": (nn.Linear, {})}, "the recipe makes the optimizer"),
         (LORA, {"torch_empty_cache_steps": 1}, "its own step knows nothing of it"),
         (LORA, {"deepspeed": {"zero_optimization": {"stage": 2}}}, "its own step knows nothing"),
     ],

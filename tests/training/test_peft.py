@@ -9,20 +9,17 @@ import json
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.families import tiny_config
 from support.predicted import assert_same, config, tracked
 from support.trainers import SEQ, rows, small, trainer_for
-from torch import nn
 from transformers import LlamaForSequenceClassification
 
-from gradmem_lib import Recipe, merge_adapters, predict
-from gradmem_lib.course.material import models
+from gradmem_lib import LoRALinear, Recipe, merge_adapters, predict, prepare
+from gradmem_lib.course import models
 from gradmem_lib.model.classes import model_class
-from gradmem_lib.techniques.lora import LoRALinear, add_lora
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.quantized import quantize_base
 from gradmem_lib.training.adapters import adapters_of, save_adapters
-from gradmem_lib.training.prepare import prepare
 
 peft = pytest.importorskip("peft")
 
@@ -126,37 +123,6 @@ def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):
     with pytest.raises(ValueError, match=r"model\.norm\.weight is trained too"):
         save_adapters(llama, tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-class ReadsWeights(nn.Module):
-    """Its name says nothing, and so does ``Mixer`` below."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return F.linear(x, self.layer.weight)
-
-
-class Mixer(ReadsWeights):
-    def forward(self, x):
-        return self.layer(x)
-
-
-def test_the_layer_and_no_name_says_whether_it_is_called(tmp_path):
-    for part, saved in ((ReadsWeights, False), (Mixer, True)):
-        llama = small()
-        mlp = llama.model.layers[0].mlp
-        mlp.down_proj = part(mlp.down_proj)
-        add_lora(llama, 2)
-        merge_adapters(copy.deepcopy(llama))  # reads weights, and is no use by the model
-        llama(**BATCH)
-        if saved:
-            save_adapters(llama, tmp_path / "saved")
-            continue
-        with pytest.raises(ValueError, match=r"mlp\.down_proj\.layer is multiplied without a"):
-            save_adapters(llama, tmp_path)
 
 
 def test_a_new_heads_addition_alone_is_no_adapter(tmp_path):

@@ -12,14 +12,12 @@ import transformers
 from support.oracle import allocator_peak
 from torch import nn
 
+from gradmem_lib import AdamW8bit, LoRALinear, Recipe
 from gradmem_lib.model.linear import linear_layers
 from gradmem_lib.names import CHECKPOINTING, OFFLOAD, PRECISIONS, SELECTIVE, SHARDING
-from gradmem_lib.techniques.lora import LoRALinear
 from gradmem_lib.techniques.losses import chunked_cross_entropy
-from gradmem_lib.techniques.optimizers import AdamW8bit
 from gradmem_lib.techniques.precision import MasterAdamW
 from gradmem_lib.techniques.quantized import Linear4bit
-from gradmem_lib.training.recipe import Recipe
 
 
 @pytest.mark.parametrize(
@@ -28,14 +26,11 @@ from gradmem_lib.training.recipe import Recipe
         ({"precision": "fp8"}, "choose one of"),
         ({"precision": 16}, "did you mean 'autocast-fp16'"),
         ({"optimizer": "paged_adamw_8bit"}, "did you mean 'adamw-8bit'"),
-        ({"optimizer": "lion"}, "choose one of"),
         ({"attention": "flash"}, "did you mean 'fused'"),
         ({"attention": "flash_attention_2"}, "choose precision='autocast-bf16'"),
-        ({"offload": "weights"}, "choose one of"),
         ({"quantized_base": "bnb", "lora_rank": 2}, "did you mean 'nf4'"),
         ({"quantized_base": "nf4"}, "quantized_base='nf4' .* give lora_rank"),
         ({"compute_dtype": "bf16"}, "give quantized_base too"),
-        ({"quantized_base": True, "lora_rank": 2, "compute_dtype": "fp8"}, "choose one of"),
         ({"checkpointing": "all"}, "list of segment lengths"),
         ({"checkpointing": 0}, "at least 1"),
         ({"every_n_layers": 2, "checkpointing": "per-layer"}, "give one instead"),
@@ -44,11 +39,8 @@ from gradmem_lib.training.recipe import Recipe
         ({"in_backward": True, "precision": "autocast-fp16"}, "autocast-bf16"),
         ({"lora_rank": 2.5}, "whole number"),
         ({"lora_targets": ["q_proj"]}, "lora_rank"),
-        ({"momentum": 0.9}, "sgd"),
         ({"momentum": 1, "optimizer": "sgd"}, "below 1"),
-        ({"momentum": None, "optimizer": "sgd"}, "from 0"),
         ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),
-        ({"precision": "float32-master", "optimizer": "adamw-8bit"}, "adamw"),
         ({"chunked_loss": 1024}, "True or False"),
         (
             {"precision": "autocast-bf16", "optimizer": "adamw-stochastic"},
@@ -56,7 +48,6 @@ from gradmem_lib.training.recipe import Recipe
         ),
         # In several processes.
         ({"sharding": "zero3"}, "did you mean 'fsdp'"),
-        ({"sharding": "tp"}, "choose one of 'ddp', 'zero1', 'zero2', 'fsdp'"),
         ({"sharding": "ddp", "in_backward": True}, "choose sharding='fsdp'"),
         (
             {"sharding": "fsdp", "chunked_loss": True},
@@ -73,7 +64,6 @@ from gradmem_lib.training.recipe import Recipe
             {"sharding": "ddp", "optimizer": "adamw-stochastic", "precision": "bf16"},
             "rounded its own way",
         ),
-        ({"sharding": "zero2", "offload": "parameters"}, "choose sharding='fsdp'"),
     ],
 )
 def test_impossible_recipes(settings, says):

@@ -16,10 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BatchEncoding
 
+from gradmem_lib import Recipe, prepare, step
 from gradmem_lib.course import run_ranks
-from gradmem_lib.training.prepare import prepare
-from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.training.step import step
 from gradmem_lib.training.unlike_rows import unlike_rows
 
 ROWS, TOKENS = 12, 6

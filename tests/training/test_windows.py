@@ -12,13 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.gradients import error, gradient
 from support.refusals import refusal
-from support.trainers import trainer_for
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
 from gradmem_lib import Recipe, accumulate_gradients, make_trainer, next_token_loss
-from gradmem_lib.course import run_ranks
-from gradmem_lib.course.material import models
+from gradmem_lib.course import models, run_ranks
 
 pytestmark = pytest.mark.usefixtures("interruptible")
 LENGTHS = (3, 12, 5, 9, 7, 4, 12)
@@ -171,10 +169,6 @@ def as_trainer_wants_it(outputs, labels, num_items_in_batch=None):
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def no_mean(outputs, labels, num_items_in_batch=None):
-    return outputs.logits.std()
-
-
 @pytest.mark.parametrize(
     "given", [{"compute_loss_func": as_trainer_wants_it}, {"label_smoothing_factor": 0.2}]
 )
@@ -193,16 +187,6 @@ def test_losses_of_ones_own_that_are_means_are_taken(given, tmp_path):
     )
     trainer.train()
     assert error(look.found[0], expected) <= 1e-5
-
-
-def test_losses_of_ones_own_that_are_none_are_refused(tmp_path):
-    given = settings(tmp_path, max_steps=1, train_dataset=Rows(4), batch_size=4)
-    trainer = make_trainer(tiny(), Recipe(accumulation=2), compute_loss_func=no_mean, **given)
-    with pytest.raises(ValueError, match="is no mean over labels or rows"):
-        trainer.train()
-    make_trainer(tiny(), Recipe(), compute_loss_func=no_mean, **given).train()
-    with pytest.raises(ValueError, match="leave chunked_loss out"):
-        trainer_for(tiny(), Recipe(chunked_loss=True), tmp_path, label_smoothing_factor=0.1)
 
 
 class Worse(type(tiny())):
