@@ -27,7 +27,7 @@ from support.plans import assert_code_needs_what_was_predicted
 from support.predicted import assert_same, tracked
 from torch import nn
 
-from gradmem_lib import Recipe, find_card, plan, predict
+from gradmem_lib import Recipe, find_card, fit, plan, predict
 from gradmem_lib.model.description import Description
 from gradmem_lib.model.layers import find_layers
 from gradmem_lib.planning.own_layers import check_own_layers, find_own_layers
@@ -285,6 +285,17 @@ def test_a_list_may_be_given_by_the_names_of_its_layers():
     for wrong in (3, [3], [[]], [["a", 3]]):
         with pytest.raises(TypeError, match="give the names of lists of layers"):
             Recipe(layers=wrong)
+
+
+def test_fit_recomputes_as_few_of_the_named_layers_as_the_budget_allows():
+    recipe = Recipe(layers="blocks")
+    asked = {"batch": rows_of(NOISE), "loss": noise_loss, "target": "cpu"}
+    peaks = []
+    for k in range(5):
+        one = replace(recipe, checkpointing=f"first-{k}" if k else None)
+        peaks.append(predict(Diffusion(), recipe=one, **asked).peak.total)
+    assert peaks[2] < peaks[1] < peaks[0]
+    assert fit(Diffusion(), peaks[2], recipe=recipe, **asked).checkpointing == "first-2"
 
 
 def test_a_plan_chooses_checkpoints_where_nothing_fits_without_them(monkeypatch):

@@ -115,6 +115,23 @@ def test_a_parameter_without_a_gradient_is_left_alone_and_gets_no_state():
     assert (optimizer.state[used]["step"], optimizer.state[unused]["step"]) == (2, 1)
 
 
+def test_a_step_with_a_closure_updates_in_place_and_leaves_no_graph():
+    (p,) = parameters([(3,)])
+    optimizer = Adam([p], weight_decay=0.5)
+    before, pointer = p.detach().clone(), p.data_ptr()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = (p * p).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure).item() == pytest.approx(float((before * before).sum()))
+    assert p.data_ptr() == pointer and p.is_leaf and not torch.equal(p, before)
+    assert torch.equal(p.grad, 2 * before), "weight decay must not change what others may read"
+    assert not any(state.requires_grad for state in optimizer.state[p].values())
+
+
 # The same checkpoint.
 
 

@@ -435,6 +435,14 @@ def test_a_forward_that_changes_what_the_next_one_reads_is_refused():
     stepped(model, numbers(), pieces=1)
 
 
+def test_a_loss_that_finds_no_pair_is_refused():
+    def no_pair(model, micro):
+        return 0 * model(micro["x"]).square().mean()
+
+    with pytest.raises(ValueError, match="it is 0 for a few rows together"):
+        stepped(mlp(WIDTH), numbers(), no_pair)
+
+
 def test_an_error_of_the_model_is_not_taken_for_its_loss():
     def breaks(model, micro):
         raise RuntimeError("size mismatch")

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gradmem_lib import GradScaler, Recipe, make_trainer, prepare, step
+from gradmem_lib import GradScaler, LoRALinear, Recipe, make_trainer, merge_adapters, prepare, step
 from gradmem_lib.optimizers import OPTIMIZERS
 
 RATE, FALLING = 1e-3, 4
@@ -208,3 +208,25 @@ def test_a_master_starts_from_the_weights_that_were_given(fields):
     for where, parameter in model.named_parameters():
         assert torch.equal(kept[parameter], given[where])
         assert torch.equal(parameter, given[where].bfloat16())
+
+
+def test_weights_that_were_loaded_since_are_the_masters():
+    recipe = Recipe(precision="float32-master")
+    model = small(**LLAMA)
+    made = prepare(model, recipe, lr=0.0)
+    others = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
+    model.load_state_dict(others)
+    stands_still(model, made.optimizer, recipe)
+    for parameter, master in masters(made.optimizer).items():
+        assert torch.equal(master, parameter.float())
+
+
+def test_merged_weights_are_the_nearest():
+    torch.manual_seed(0)
+    layer = LoRALinear(nn.Linear(256, 128, bias=False).bfloat16(), 8, dtype=torch.bfloat16)
+    nn.init.normal_(layer.B, std=0.02)
+    wide = [t.detach().double() for t in (layer.base.weight, layer.A, layer.B)]
+    exact = wide[0] + layer.scale * wide[2] @ wide[1]
+    merged = merge_adapters(nn.Sequential(layer))[0].weight
+    # float32 is rounded to bf16 in turn: one in 65,536 may lie on the other side of the middle.
+    assert (merged != exact.bfloat16()).float().mean() < 1e-3

@@ -328,6 +328,13 @@ def test_a_gradient_that_overflows_makes_no_step():
     assert all(map(torch.equal, model.parameters(), before))
 
 
+def test_no_finite_row_is_said():
+    model, batch = Deep(), rows()
+    batch["x"] *= torch.inf
+    with pytest.raises(ValueError, match=r"the loss of each row is not finite.*row 1 of micro-"):
+        step(model, sgd(model), batch, IN_TWO, loss=in_float32)
+
+
 def as_it_is(model: nn.Module) -> list:
     return [(type(m), {**vars(m)}) for m in model.modules()] + [
         (p.requires_grad, p.dtype) for p in model.parameters()
@@ -362,3 +369,10 @@ def test_refused_lora_leaves_the_model_as_it_is(model, given):
     with pytest.raises(ValueError, match=r"no linear layer|rank of at least 1"):
         add_lora(model, **given)
     assert as_it_is(model) == before
+
+
+def test_a_recipe_with_a_wrong_target_rounds_no_weight():
+    model = nn.Sequential(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="no linear layer is called 'head'"):
+        prepare(model, Recipe(precision="bf16", lora_rank=2, lora_targets=("head",)))
+    assert next(model.parameters()).dtype == torch.float32

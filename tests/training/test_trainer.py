@@ -4,6 +4,8 @@ processes; a budget.
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support.trainers import SEQ, plain_arguments, rows, small, trainer_for
@@ -149,3 +151,14 @@ def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
     assert trainer.state.global_step == 2 and sorted(memory.by_step) == [1, 2]
     assert least // 2 < memory.peak.total <= budget
     assert trainer._train_batch_size == 7
+
+
+def test_a_loss_that_is_not_finite_makes_no_step(tmp_path):
+    model, data = small(), rows()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[data.ids[5, 0]] = torch.nan
+    before = copy.deepcopy(model.state_dict())
+    trainer = trainer_for(model, Recipe(accumulation=2), tmp_path, in_order=True)
+    with pytest.raises(ValueError, match=r"look for rows .*so none was made"):
+        trainer.train()
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0, equal_nan=True)
