@@ -5,14 +5,13 @@ refused before torch is imported, and an error of the library is said in the com
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import re
 import sys
 from collections.abc import Iterable
-from importlib.resources import files
 
 from ..hf_names import NO_TOKENS
+from ..model.known import model_table
 from ..training.recipe import Recipe
 from .step_options import chosen
 from .terminal import complain, saying
@@ -70,12 +69,8 @@ def _problem_of_step(options: argparse.Namespace) -> str:
 
 def is_known_text_model(name: str) -> bool:
     """Whether ``name`` is in the table of well-known models, and its rows have tokens."""
-    from .. import model
-
-    # model/known.py reads the same table, but imports torch
-    table = json.loads(files(model).joinpath("models.json").read_text(encoding="utf-8"))
     wanted = _letters(name)
-    for known, row in table.items():
+    for known, row in model_table().items():
         spellings = [known, *row["ids"]]
         for hub_id in row["ids"]:
             spellings.append(hub_id.rpartition("/")[2])  # without its owner

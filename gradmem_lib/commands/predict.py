@@ -52,7 +52,7 @@ def _predict(options: argparse.Namespace) -> int:
 
 def predicted(options: argparse.Namespace) -> tuple[str, Any]:
     """The model's title, and the prediction of the step that the options describe."""
-    from ..model.description import find_model
+    from ..model.configs import find_model
     from ..prediction.predict import predict
 
     config, title = find_model(options.model)

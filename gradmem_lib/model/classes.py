@@ -1,9 +1,11 @@
 """The classes of transformers, by a config."""
 
+import copy
+
 from torch import nn
 
 from ..hf_names import PAIR_TABLES, TABLES
-from .wrappers import without_wrappers
+from .wrappers import inside_peft, without_wrappers
 
 
 def model_class(config):
@@ -92,3 +94,21 @@ def predicts_next_token(model: nn.Module) -> bool:
             if kind in mapping and isinstance(model, mapping[kind]):
                 return True
     return False
+
+
+def is_own_module(given: object) -> bool:
+    """Whether ``given`` is a module that transformers could not build from its config."""
+    from transformers import PretrainedConfig
+
+    if not isinstance(given, nn.Module):
+        return False
+    inside = inside_peft(given)
+    config = getattr(inside, "config", None)
+    if not isinstance(config, PretrainedConfig):
+        return True
+    config = copy.deepcopy(config)
+    config.architectures = [type(inside).__name__]
+    try:
+        return model_class(config) is not type(inside)
+    except ValueError:
+        return True

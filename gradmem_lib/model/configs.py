@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import socket
+from typing import Any
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
@@ -13,6 +14,8 @@ from torch import nn
 from ..compat.transformers_models import attention_of, use_sdpa
 from ..names import is_flash
 from .classes import model_class
+from .known import known_model, similar_names
+from .wrappers import inside_peft
 
 
 def stretched(config, rope_factor: float):
@@ -43,6 +46,50 @@ def stretched(config, rope_factor: float):
     return longer
 
 
+def find_model(model_or_config) -> tuple[Any, str]:
+    """(config, title) of a model, a config, a well-known name, a folder or a hub id. The id of a
+    well-known model is found in the table, without a network.
+
+    Raises ``ValueError`` for a name that nobody knows.
+    """
+    if isinstance(model_or_config, nn.Module):
+        inside = inside_peft(model_or_config)
+        if (config := getattr(inside, "config", None)) is None:
+            raise ValueError(
+                f"{type(model_or_config).__name__} has no config, so its inputs are not known: "
+                "give batch=, a row or more of what it takes (torch.empty(..., device='meta') "
+                "costs no memory), and loss= if its output has no loss; or predict each recipe "
+                "with predict(model, batch=..., recipe=Recipe(...))"
+            )
+        config = copy.deepcopy(config)
+        config.architectures = [type(inside).__name__]
+        return config, type(inside).__name__
+    named = isinstance(model_or_config, str) and not os.path.exists(model_or_config)
+    if named:
+        known = known_model(model_or_config)
+        if known is not None:
+            title, config, _ = known
+            return config, title
+    try:
+        config = find_config(model_or_config)
+        return config, title_of(model_or_config, config)
+    except ValueError as error:
+        nearest = similar_names(model_or_config) if named else []
+        if not nearest:
+            raise
+        raise ValueError(
+            f"{error}. Known by name, without a network, and written most like it: "
+            f"{', '.join(nearest)}"
+        ) from error
+    except Exception as error:  # transformers' checks of a config's fields may raise anything
+        if not isinstance(model_or_config, str | os.PathLike):
+            raise
+        message = (str(error).strip().splitlines() or [""])[-1].strip()
+        raise ValueError(
+            f"the config of {model_or_config} is not valid ({type(error).__name__}: {message})"
+        ) from error
+
+
 def title_of(given, config) -> str:
     return (
         os.path.basename(os.fspath(given))
@@ -58,8 +105,8 @@ def find_config(given):
         return given
     if not isinstance(given, (str, os.PathLike)):
         raise TypeError(
-            "predict takes a transformers config, a folder, a hub id or an nn.Module, and was "
-            f"given {type(given).__name__}"
+            "give a transformers config, a well-known name, a folder, a hub id or an nn.Module: "
+            f"a model is asked for, and was given {type(given).__name__}"
         )
     name = os.fspath(given)
     if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):

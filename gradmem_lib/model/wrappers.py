@@ -1,4 +1,4 @@
-"""The model inside of what others put around it."""
+"""The model inside of the wrappers of several processes, and of PEFT."""
 
 import sys
 
@@ -7,7 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def without_wrappers(model: nn.Module) -> nn.Module:
-    """The model inside of the wrappers of several processes and of ``peft``."""
+    """Raises ``ValueError`` as ``inside_peft`` does."""
     return inside_peft(inside_wrapper(model))
 
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedModel
 
 from ..compat.transformers_models import checkpointing_name
 from ..hf_names import CHECKPOINTING_METHODS
-from ..model.layers import find_layers
 from ..names import PRECISIONS, SELECTIVE, SHARDING
 from ..optimizers import OPTIMIZERS as ROWS
 from ..techniques.selective import find_parts
@@ -45,10 +44,10 @@ class Candidates(Question):
 
     @cached_property
     def losses(self) -> list[bool]:
-        """Whether the loss may be in chunks. They bypass the code that averages gradients over the
-        cards.
+        """Whether the loss may be in chunks. Chunks bypass the code that averages gradients over
+        the cards.
         """
-        if self.work.chunked and self.cards == 1:
+        if self.cards == 1 and self.work.chunked:
             return [True, False]
         return [False]
 
@@ -59,10 +58,7 @@ class Candidates(Question):
     @cached_property
     def _layers(self) -> list[nn.Module]:
         """The layers that can run again one by one."""
-        if not self.work.has_layers:
-            return []
-        lists = find_layers(self.work.sized.skeleton, self.work.named)
-        return [layer for several, _ in lists.values() for layer in several]
+        return self.work.blocks if self.work.has_layers else []
 
     @cached_property
     def schedules(self) -> list[dict]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..model.description import find_model, is_own_module
+from ..model.classes import is_own_module
+from ..model.configs import find_model
 from ..names import check_choice
 from ..prediction.second_process import second_process
 from ..prediction.short_traces import trace_few_parts
@@ -147,6 +148,7 @@ def plan(
     search.notify = notify
     method = "lora" if search.has_adapters else method or "full"
     methods = _methods(method, work, title)
+    _ = search.losses  # asks a tiny copy, so once, before there is a second process
     with second_process(work.source, trace_few_parts):
         fits, refused, advice = _find(search, methods)
     return Plan(

@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +23,7 @@ from ..compat.fake_tensors import FakeTensorMode
 from ..compat.trees import tree_map
 from ..model.description import Description
 from ..model.layers import Named, find_layers
+from ..model.linear import linear_layers
 from ..prediction.caches import without_new_entries
 from ..prediction.closures import variables_put_back
 from ..techniques.module_state import left_as_it_was
@@ -128,24 +128,23 @@ def count_row(
     ``layers``: the names of its lists of layers, as for ``find_layers``. Raises ``ValueError`` if
     the forward fails.
     """
-    watched = {name: sized.skeleton.get_submodule(name) for name in sized.linear}
+    watched = linear_layers(sized.skeleton)
     if sized.head is not None:
         watched[HEAD] = sized.head
-    seen: Counter[str] = Counter()  # by the name of a linear layer, the vectors that passed it
+    seen: Counter[nn.Module] = Counter()  # by layer, the vectors that passed it
 
-    def count_vectors(name: str, layer: nn.Module, args: tuple, output: Tensor) -> None:
-        seen[name] += output.shape[:-1].numel()
+    def count_vectors(layer: nn.Module, args: tuple, output: Tensor) -> None:
+        seen[layer] += output.shape[:-1].numel()
 
     with ExitStack() as stack:
-        for name, layer in watched.items():
-            hook = layer.register_forward_hook(partial(count_vectors, name))
-            stack.callback(hook.remove)
+        for layer in watched.values():
+            stack.callback(layer.register_forward_hook(count_vectors).remove)
         # The counter does not know the CPU's fused attention.
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))
         counter = FlopCounterMode(display=False)
         with torch.no_grad():
             run_on_fakes(WithLoss(sized.skeleton, loss), batch, counter)
-    vectors = {name: seen[name] / COUNTED_ROWS for name in watched}
+    vectors = {name: seen[layer] / COUNTED_ROWS for name, layer in watched.items()}
     return _passed(sized, vectors, counter.get_flop_counts(), layers)
 
 

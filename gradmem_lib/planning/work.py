@@ -1,4 +1,4 @@
-"""The sizes of a model, counted on a skeleton without memory, and what a token or a row passes."""
+"""What a step of a model computes and holds, for each token or row."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -34,8 +34,8 @@ LORA_RANK = 16  # of the adapters that a plan adds
 class Work:
     """What a step of a model computes and holds, in numbers.
 
-    ``sized``: the model, whose sizes are counted; ``source``: the one that is predicted. They are
-    the same unless the given model has adapters: ``sized`` is then the model without them.
+    ``sized``: the model whose sizes are counted, as its config has it, or an own module as it is.
+    ``adapted``: the given model, if it has adapters already.
 
     ``row``: what a row passes, if rows are more than tokens. Costs are then counted for a row, and
     otherwise for a token. ``example``: one row or more of the inputs. ``batch`` and ``loss`` are as
@@ -46,7 +46,7 @@ class Work:
     """
 
     sized: Source
-    source: Source
+    adapted: Source | None = None
     row: Passed | None = None
     example: Any = None
     batch: Any = None
@@ -57,7 +57,12 @@ class Work:
 
     @property
     def has_adapters(self) -> bool:
-        return self.source is not self.sized
+        return self.adapted is not None
+
+    @property
+    def source(self) -> Source:
+        """What is predicted."""
+        return self.adapted or self.sized
 
     @property
     def unit(self) -> str:
@@ -65,7 +70,7 @@ class Work:
         return "token" if self.row is None else "row"
 
     @cached_property
-    def _blocks(self) -> list[nn.Module]:
+    def blocks(self) -> list[nn.Module]:
         """The layers of all lists: first-k counts over several lists."""
         with suppress(ValueError):
             return layers_in(find_layers(self.sized.skeleton, self.named))
@@ -77,7 +82,7 @@ class Work:
         if not self.sized.is_user_module:
             text = self.sized.config.get_text_config()
             named_by_config = getattr(text, "num_hidden_layers", 0)
-        return len(self._blocks) or named_by_config
+        return len(self.blocks) or named_by_config
 
     @property
     def has_layers(self) -> bool:
@@ -87,7 +92,7 @@ class Work:
     @cached_property
     def root(self) -> int:
         """How many parameters are outside of all layers."""
-        inside = sum(p.numel() for block in self._blocks for p in block.parameters())
+        inside = sum(p.numel() for block in self.blocks for p in block.parameters())
         return self.sized.parameters - inside
 
     @cached_property
@@ -106,7 +111,7 @@ class Work:
 
     @cached_property
     def chunked(self) -> bool:
-        """Whether the loss may be in chunks. An adapter on the output layer stands against it."""
+        """Whether the step may take its loss in chunks: a second, for a config that is new."""
         if self.row is not None or self.sized.head is None:
             return False
         try:
@@ -126,7 +131,7 @@ class Work:
         return frozen, trained
 
     def units_of_row(self, seq_len: int | None) -> int:
-        """How many of what costs are counted for a row has: its tokens, or 1."""
+        """The number of a row's units: its tokens, or 1."""
         if self.row is not None or seq_len is None:
             return 1
         return seq_len
@@ -216,7 +221,7 @@ def count(
     does not tell the inputs, and if the loss of a language model must not be cut.
     """
     source = source_of(config if module is None else module)  # refuses a compiled one
-    work = Work(source, source)
+    work = Work(source)
     if module is not None:
         count_rows(batch)  # raises ValueError for tensors that cannot be cut
         named, problems = _layers_of_module(module, batch, loss, layers)
@@ -288,8 +293,8 @@ def with_adapters(work: Work, given, method: str | None = None) -> Work:
         row = work.row
         if row is not None:  # which layers have adapters is not looked up
             row = replace(row, vectors=row.fewest_vectors)
-        source = replace(source_of(given), is_user_module=work.sized.is_user_module)
-        return replace(work, source=source, row=row)
+        adapted = replace(source_of(given), is_user_module=work.sized.is_user_module)
+        return replace(work, adapted=adapted, row=row)
     _check_weights(work, given, freezes=method in ("lora", "qlora"))
     return work
 

@@ -20,8 +20,7 @@ from ..compat.compiled import is_compiled
 from ..compat.trees import tree_leaves
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
-from ..model.configs import skeleton, stretched
-from ..model.description import find_model
+from ..model.configs import find_model, skeleton, stretched
 from ..model.inputs import most_positions
 from ..names import CATEGORIES, PHASES, check_choice
 from ..techniques.losses import packed_by_position

@@ -91,7 +91,7 @@ def requests_of_more_layers(question: Question, traced: tuple[int, ...]) -> tupl
     ``None`` if they are not proved either, or if such traces are as much work as a full one.
     """
     for kept in _shortenings(question):
-        if sum(one.count for one in kept) <= traced[0]:
+        if _layers_traced(question, kept) <= traced[0]:
             continue
         found = _trace_few_layers(question, kept)
         requests = None
@@ -137,12 +137,18 @@ def _trace_few_layers(question: Question, kept: list[Kept]) -> Traced | None:
     traffic = short.offload_traffic_bytes
     for i, long in longer.items():
         traffic += repeats[i] * (long.offload_traffic_bytes - short.offload_traffic_bytes)
-    layers = sum(one.count for one in kept)
+    layers = _layers_traced(question, kept)
     traced_layers = [layers, *[layers + kept[i].unit for i in shortened]]
     if longest:
         traced_layers += [layers + 2 * kept[i].unit for i in shortened]
     rows = timeline_rows(changes, short.left_out)
     return Traced(rows, traffic, tuple(traced_layers), (), ShortTraces(short, longer, repeats))
+
+
+def _layers_traced(question: Question, kept: list[Kept]) -> int:
+    """How many layers a trace of the ``kept`` ones has, with those of lists that it has whole."""
+    left_out = sum(one.total - one.count for one in kept)
+    return sum(map(len, question.source.lists)) - left_out
 
 
 def _short_traces(question: Question, all_kept: list[list[Kept]]) -> list[Trace]:

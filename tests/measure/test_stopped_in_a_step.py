@@ -4,9 +4,12 @@ gradients are for nothing: what would have come is not known. An evaluation's gr
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
+from support.nightly import each
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
@@ -124,8 +127,9 @@ def test_the_whole_program_has_no_such_cause_either(program):
     assert [cause.name for cause in diagnose(measured(program, lambda: None)).causes] == []
 
 
-@pytest.mark.parametrize("steps", [1, 2, 3, 4])
-@pytest.mark.parametrize("program", [gan, wasserstein, rare_steps])
+@pytest.mark.parametrize(
+    ("program", "steps"), each(4, itertools.product([gan, wasserstein, rare_steps], range(1, 5)), 2)
+)
 def test_after_the_given_steps_a_script_goes_on(program, steps):
     tracker = ScriptTracker(None)
     tracker.meter.limit = steps

@@ -17,8 +17,7 @@ from transformers import AutoConfig, LlamaConfig
 from gradmem_lib import known_model
 from gradmem_lib.course.material.models import tiny_llama
 from gradmem_lib.model.classes import model_class
-from gradmem_lib.model.configs import skeleton
-from gradmem_lib.model.description import find_model
+from gradmem_lib.model.configs import find_model, skeleton
 from gradmem_lib.model.known import _sizes_of, model_table
 
 # Parameters as counted by the hub from each model's weights, a tied output layer and masked
@@ -480,7 +479,7 @@ def test_of_what_is_wrong_with_a_config_the_last_line_is_said(said, ends, monkey
     def wrong(given):
         raise AttributeError(said)
 
-    monkeypatch.setattr("gradmem_lib.model.description.find_config", wrong)
+    monkeypatch.setattr("gradmem_lib.model.configs.find_config", wrong)
     with pytest.raises(ValueError, match="the config of folder/ is not valid") as told:
         find_model("folder/")
     assert str(told.value).endswith(ends)

@@ -204,7 +204,7 @@ class Keeps(Block):
 
 
 def row_counted(model, batch, loss):
-    return count_row(Description(model, "", True), batch, loss)
+    return count_row(Description(model), batch, loss)
 
 
 @pytest.mark.parametrize("look", [find_own_layers, row_counted])

@@ -17,7 +17,7 @@ from view.test_printed_code import ROWS, TOKENS, Gradients, Rows, model_of, run
 
 from gradmem_lib import Recipe, plan, predict
 from gradmem_lib.model.classes import model_class
-from gradmem_lib.model.description import find_model
+from gradmem_lib.model.configs import find_model
 from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.planning.held import resident_bytes
 from gradmem_lib.planning.work import count, with_adapters

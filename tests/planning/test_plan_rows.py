@@ -203,7 +203,7 @@ def test_counting_a_row_does_not_change_the_module():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     batch = torch.zeros(1, 3, 8, 8), torch.zeros(1, dtype=torch.int64)
-    passed = count_row(Description(model, "", True), batch, class_loss)
+    passed = count_row(Description(model), batch, class_loss)
     assert passed.products == 36 * 4 * 3 * 9 + 144 * 2
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert not any(module._forward_hooks for module in model.modules())

@@ -31,6 +31,7 @@ from gradmem_lib.techniques.lora import add_lora
 # matrices, layers that take turns, pictures.
 FAMILIES = ("gqa", "tied", "qwen3", "gemma", "gpt2", "bert", "vit", "gemma3")
 TABLE = [*product(["llama"], RECIPES), *product(FAMILIES, list(RECIPES)[:16])]
+TABLE.remove(("gemma3", "segments"))  # its layers get unlike masks: segments of several are refused
 
 
 @pytest.mark.parametrize(("family", "name"), each(11, TABLE), ids=lambda value: value)

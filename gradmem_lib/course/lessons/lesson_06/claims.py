@@ -8,7 +8,7 @@ estimated from counts, not measured.
 
 from bisect import bisect_right
 
-from ....model.description import find_model
+from ....model.configs import find_model
 from ....planning.cards import CARDS
 from ....planning.cost import seconds_per_token
 from ....planning.work import LORA_RANK, count

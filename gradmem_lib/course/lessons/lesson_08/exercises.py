@@ -16,7 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from ....measure.tracker import MemoryTracker
-from ....model.description import find_model
+from ....model.configs import find_model
 from ....techniques.checkpointing import checkpoint_layers
 from ....units import parse_bytes
 from ...judge.compare import describe, plain_int

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ....measure.storages import tensors_in
 from ....measure.tracker import MemoryTracker
-from ....model.description import find_model
+from ....model.configs import find_model
 from ....techniques.optimizers import code_table
 from ....training.recipe import Recipe
 from ....units import MiB, format_bytes

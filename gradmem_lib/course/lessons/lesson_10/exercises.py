@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ....compat.fake_ranks import fake_process_group
-from ....model.description import find_model
+from ....model.configs import find_model
 from ....names import IGNORED
 from ....training.recipe import Recipe
 from ...judge.compare import Measured

@@ -15,7 +15,7 @@ from importlib.metadata import version
 from importlib.resources import files
 from typing import Any
 
-from ....model.description import find_model
+from ....model.configs import find_model
 from ....planning.cards import find_card
 from ....planning.options import Option
 from ....planning.search import Search

@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from ....measure.tracker import MemoryTracker
-from ....model.description import find_model
+from ....model.configs import find_model
 from ....prediction.predict import Prediction, predict
 from ....techniques.checkpointing import checkpoint_layers
 from ....training.recipe import Recipe
