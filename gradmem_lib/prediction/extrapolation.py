@@ -342,7 +342,7 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
         settings = tuple(
             (key, value if isinstance(value, _COMPARED) else type(value))
             for key, value in sorted(vars(module).items())
-            if not (type(value) is int and value == index and "id" in key)
+            if not (type(value) is int and value == index and _counts_layers(key))
         )
         own = own_tensors(module)
         tensors = tuple(
@@ -350,3 +350,8 @@ def _fingerprint(layer: nn.Module, index: int) -> tuple:
         )
         parts.append((name, type(module), settings, tensors, hook_counts(module)))
     return tuple(parts)
+
+
+def _counts_layers(name: str) -> bool:
+    """Whether it is the name of a layer's number: ``layer_idx``, and not ``sliding_window``."""
+    return not {"id", "idx", "index"}.isdisjoint(name.split("_"))
