@@ -110,7 +110,7 @@ class Candidates(Question):
         frozen, trained = self.work.bytes_per_number
         if method == "qlora":
             precisions = ["bf16"]
-        elif self.has_adapters and frozen != trained:
+        elif frozen != trained:
             # the adapters have a dtype of their own: keep both as they are
             precisions.insert(0, None)
         for precision in precisions:

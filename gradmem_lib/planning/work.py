@@ -122,11 +122,16 @@ class Work:
 
     @cached_property
     def bytes_per_number(self) -> tuple[float, float]:
-        """The mean bytes of a frozen number of a model with adapters, and of a trained one."""
+        """The mean bytes of a frozen number, and of a trained one. Without adapters, LoRA would
+        freeze and train numbers of the same width.
+        """
         numbers, nbytes = Counter[bool](), Counter[bool]()
         for parameter in self.source.skeleton.parameters():
             numbers[parameter.requires_grad] += parameter.numel()
             nbytes[parameter.requires_grad] += parameter.nbytes
+        if not self.has_adapters:
+            width = nbytes.total() / max(numbers.total(), 1)
+            return width, width
         frozen, trained = (nbytes[one] / max(numbers[one], 1) for one in (False, True))
         return frozen, trained
 

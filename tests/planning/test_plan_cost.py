@@ -346,3 +346,11 @@ def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
     )
     with pytest.raises(ValueError, match="the loss of TwoMeans is no mean over labels or rows"):
         count(config)
+
+
+def test_a_model_as_it_is_holds_what_its_own_dtype_takes(work):
+    """The fixture's weights are float32."""
+    as_it_is, same = (
+        resident_bytes(work, Recipe(precision=precision)) for precision in (None, "float32")
+    )
+    assert as_it_is == same
