@@ -37,7 +37,22 @@ WITHIN = {
     "table",
     "thead",
 }
-WITHIN |= {"tbody", "tr", "th", "td", "svg", "desc", "defs", "rect", "path", "text", "section", "g"}
+WITHIN |= {
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "svg",
+    "desc",
+    "defs",
+    "rect",
+    "path",
+    "text",
+    "section",
+    "g",
+    "use",
+    "clippath",
+}
 
 
 class Parsed(HTMLParser):
@@ -288,7 +303,8 @@ def test_measured_values_wait_for_a_click(folder):
     page, links = Parsed(out), ["the%20class-measured/1.a.html", "the%20class-measured/9.z.html"]
     question = "Parameters, gradients and optimizer states, together: how many bytes?"
     assert page.text.count(question) == 1
-    assert [value for key, value in page.attributes if key == "href"] == links
+    hrefs = [value for key, value in page.attributes if key == "href"]
+    assert [value for value in hrefs if not value.startswith("#")] == links  # others: of a picture
     assert (
         "112.29 MiB" not in page.text
         and "Measured" not in page.text
