@@ -115,6 +115,8 @@ class Search(Candidates):
         for family in chain.from_iterable(map(self.families, methods)):
             if self._may_hold(family):
                 families.append(family)
+        # The first ones found rule out most of the others.
+        families.sort(key=self._least_seconds)
         fastest: dict[Recipe, Option] = {}  # of each family
         not_traced: dict[Recipe, CannotTrace] = {}
         for offloads in (False, True):
@@ -131,6 +133,16 @@ class Search(Candidates):
             self._try_host_offload(methods)
             if fits := self.fits():
                 self._try_larger_micro_batches(fits[0])
+
+    def _least_seconds(self, family: Recipe) -> float:
+        """The seconds a token of the family's fastest recipe that stays on the card and may fit."""
+        seconds = math.inf
+        for chunked in self.losses:
+            for recipe in self.variants(replace(family, chunked_loss=chunked)):
+                if recipe.offload is None and self.may_fit(recipe):
+                    seconds = min(seconds, self.seconds(recipe))
+                    break
+        return seconds
 
     def _may_hold(self, family: Recipe) -> bool:
         """Whether the card can hold weights, gradients and states. If not, it is ``ruled_out``."""

@@ -70,7 +70,7 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
     if any(cache.get_seq_length() > 0 for cache in caches):
         raise RuntimeError(
             "the layers were given a key-value cache that has entries, and running them again "
-            "would add to it again: train without past_key_values, or remove the checkpoints"
+            "would add to it again: train without one (use_cache=False), or remove the checkpoints"
         )
 
     def without(value: Any) -> Any:

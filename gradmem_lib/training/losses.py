@@ -91,7 +91,7 @@ def chunked_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 def check_chunked_loss(model: nn.Module) -> LogitForm:
     """How ``model`` makes its logits. ``ValueError`` if its own loss is not ``chunked_loss``."""
     inside = inside_peft(model)
-    form = _form_or_refusal(type(inside), getattr(inside, "config", None))
+    form = form_or_refusal(type(inside), getattr(inside, "config", None))
     if isinstance(form, str):
         raise ValueError(f"leave chunked_loss out: {form}")
     why = _model_difference(model, inside, form)
@@ -130,20 +130,15 @@ _forms: dict[tuple[type, str], LogitForm | str] = {}
 _asked: WeakKeyDictionary[nn.Module, LogitForm] = WeakKeyDictionary()
 
 
-def chunked_loss_refusal(cls: type, config: Any) -> str | None:
-    """The reason why a model of class ``cls`` with ``config`` has a loss other than
-    ``chunked_loss``; ``None`` if they agree.
+def form_or_refusal(cls: type, config: Any) -> LogitForm | str:
+    """How a model of class ``cls`` with ``config`` makes its logits; or the reason why its loss is
+    not ``chunked_loss``.
 
     It runs both, with their gradients, on a tiny copy of the model, once for each config: about a
     second. The copy's logits show what it makes of its head's output. A model that adds something
     to the loss has another one (a router's loss), and so have other forms of logits. A model of
     which no tiny copy can be made is refused too.
     """
-    answer = _form_or_refusal(cls, config)
-    return answer if isinstance(answer, str) else None
-
-
-def _form_or_refusal(cls: type, config: Any) -> LogitForm | str:
     if not hasattr(config, "to_json_string") or not issubclass(cls, nn.Module):
         return (
             f"chunked_loss is for transformers' causal language models, and {cls.__name__} is none"

@@ -102,7 +102,7 @@ def test_a_card_without_room_for_a_context_is_answered_after_two_predictions(con
 
 
 def test_whatever_is_listed_for_a_card_was_replayed(config):
-    made = plan(config, card="2 GiB", seq_len=64, global_batch=4, method="any", target="cuda")
+    made = plan(config, card="600 MiB", seq_len=128, global_batch=64, target="cuda")
     assert len(made.fits) >= 2
     for option in made.fits:
         reserved = max(option.prediction.replay_allocator(), option.prediction.peak.total)
@@ -192,14 +192,13 @@ def test_a_model_that_cannot_run_is_refused_after_two_predictions(asked):
 def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(
     config, monkeypatch
 ):
-    def all_but_two(*args, recipe, **kwargs):
-        if recipe.precision in ("float32", "autocast-bf16"):
+    def all_but_the_fastest(*args, recipe, **kwargs):
+        if recipe.precision == "bf16":
             raise CannotTrace("some operation reads values")
         return predict(*args, recipe=recipe, **kwargs)
 
-    monkeypatch.setattr("gradmem_lib.planning.search.predict", all_but_two)
+    monkeypatch.setattr("gradmem_lib.planning.search.predict", all_but_the_fastest)
     made = plan(config, card="1 GiB", seq_len=8, global_batch=1, method="lora", target="cpu")
-    assert made.best.recipe.precision == "bf16"
-    assert [(out.recipe.precision, out.why) for out in made.ruled_out] == [
-        (precision, "some operation reads values") for precision in ("float32", "autocast-bf16")
-    ]
+    assert made.best.recipe.precision in ("float32", "autocast-bf16")
+    [out] = made.ruled_out
+    assert (out.recipe.precision, out.why) == ("bf16", "some operation reads values")

@@ -19,8 +19,8 @@ from gradmem_lib.training.items import find_rule
 from gradmem_lib.training.losses import (
     check_pieces,
     chunked_loss,
-    chunked_loss_refusal,
     count_items,
+    form_or_refusal,
     usual_rule,
 )
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
@@ -58,7 +58,7 @@ def batch_of(ids):
 def test_what_is_equal_is_taken(name, options):
     """In float64, loss and gradient are those of the model's own logits."""
     cls, config = causal(name, **options)
-    assert chunked_loss_refusal(cls, config) is None
+    assert not isinstance(form_or_refusal(cls, config), str)
     torch.manual_seed(0)
     model, limit = tiny_model(cls, config).eval(), 1e-5
     if name not in ("Mixtral", "GraniteMoe", "Mamba"):  # parts of them run in float32 alone
@@ -91,15 +91,15 @@ def test_a_scale_of_the_width_is_refused():
                 out.loss = self.loss_function(out.logits, kwargs["labels"], out.logits.shape[-1])
             return out
 
-    assert "depend on its width" in chunked_loss_refusal(Scaled, config)
+    assert "depend on its width" in form_or_refusal(Scaled, config)
 
 
 def test_what_is_no_language_model_and_what_has_flags_is_refused():
     config = transformers.BertConfig(
         hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32
     )
-    assert chunked_loss_refusal(transformers.BertForSequenceClassification, config) is not None
-    assert "is none" in chunked_loss_refusal(torch.nn.Linear, None)
+    assert isinstance(form_or_refusal(transformers.BertForSequenceClassification, config), str)
+    assert "is none" in form_or_refusal(torch.nn.Linear, None)
     model = tiny_model(*causal("Mixtral"))
     ids = torch.randint(3, VOCABULARY, (2, 10))
     with pytest.raises(ValueError, match="no flags"):
@@ -110,7 +110,7 @@ def test_what_is_no_language_model_and_what_has_flags_is_refused():
         recipe = Recipe(chunked_loss=True)
         predict(torch.nn.Linear(2, 2), batch=torch.ones(2, 2), recipe=recipe, target="cpu")
     cls, config = causal("Mixtral", output_router_logits=True)
-    assert "more than a cross-entropy" in chunked_loss_refusal(cls, config)
+    assert "more than a cross-entropy" in form_or_refusal(cls, config)
     with pytest.raises(ValueError, match=r"leave chunked_loss out: .*more than a cross-entropy"):
         chunked_loss(tiny_model(cls, config), batch_of(ids))
 
@@ -349,7 +349,7 @@ def test_nobody_who_watches_sees_the_tiny_copy():
     assert predict(config, batch_size=2, seq_len=40, recipe=recipe, target="cpu").peak.total > 0
     # a name that Llama does not look at
     config.rms_norm_eps, config.final_logit_softcapping = 3e-6, 30.0
-    assert chunked_loss_refusal(cls, config) is None
+    assert not isinstance(form_or_refusal(cls, config), str)
 
 
 def test_logits_of_other_tokens_are_said():

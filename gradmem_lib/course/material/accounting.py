@@ -291,7 +291,7 @@ def kv_cache_bytes(model: Any, batch_size: int, tokens: int, bytes_per_number: i
         raise ValueError(
             f"a cache of {tokens:,} tokens has no closed form for this {config.model_type!r} "
             "config: every layer must attend to all tokens, and a window be longer. Add up "
-            "past_key_values of a forward with use_cache=True"
+            "what a forward with use_cache=True keeps"
         )
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * batch_size * tokens * heads * head_dim * bytes_per_number
