@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
@@ -144,33 +143,6 @@ def test_a_copy_of_the_weights_from_before_counts_when_it_is_touched(update):
         assert tracker.current.total - before == nbytes(copies)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_checkpoint_that_stays_after_loading_is_counted(kept):
-    model, optimizer = student()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        loaded = torch.load(file)
-        size = nbytes(loaded.values())
-        model.load_state_dict(loaded)
-        with_it = tracker.current.total
-        if not kept:
-            del loaded
-        train(model, optimizer, torch.ones(2, 8))
-        left = tracker.current.total
-    assert left == with_it - size * (not kept)
-
-
-def test_a_checkpoint_from_before_counts_when_it_is_read():
-    model, optimizer = student()
-    loaded = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        before = tracker.current.total
-        model.load_state_dict(loaded)
-        assert tracker.current.total - before == nbytes(loaded.values())
-
-
 def weighted(prediction, target):
     return (F.cross_entropy(prediction, target, reduction="none") * WEIGHTS).mean()
 
@@ -193,101 +165,6 @@ def test_targets_that_only_the_loss_gets_are_counted(kind):
     found = {h.nbytes for h in tracker.holders("now") if h.category == "other"}
     assert tracker.current.by_category["other"] == nbytes(brought)
     assert found == {t.nbytes for t in brought}
-
-
-# What differs only because a dispatch mode is active.
-
-
-def shared_convolution():
-    layer = nn.Conv2d(32, 32, 3, padding=1, bias=False)
-    x = torch.rand(1, 32, 4, 4)
-
-    def step():
-        y = x
-        for _ in range(4):
-            y = torch.tanh(layer(y))
-        y.mean().backward()
-        layer.zero_grad()
-
-    return layer, step
-
-
-def two_towers():
-    tower = nn.Linear(128, 128)
-    left, right = torch.rand(2, 128), torch.rand(2, 128)
-
-    def step():
-        (tower(left) - tower(right)).square().mean().backward()
-        tower.zero_grad()
-
-    return tower, step
-
-
-def own_square():
-    layer = nn.Linear(8, 2048)
-    x = torch.rand(16, 8)
-
-    def step():
-        y = layer(x)
-        (y * y).mean().backward()  # both gradients come from one node
-        layer.zero_grad()
-
-    return layer, step
-
-
-def kept_by_a_hook():
-    """Autograd may not write into a gradient that somebody holds."""
-    layer = nn.Linear(8, 2048)
-    x = torch.rand(16, 8)
-
-    def step():
-        kept = []
-        y = layer(x)
-        first, second = y.tanh(), y.sigmoid()
-        view = first.view_as(first)
-        view.register_hook(kept.append)
-        (view + second).sum().backward()
-        layer.zero_grad()
-
-    return layer, step
-
-
-def formula_with_temporaries():
-    """The backward of this function adds up two of its own temporaries, out of place."""
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2 + grad * 3
-
-    layer = nn.Linear(8, 2048)
-    x = torch.rand(16, 8)
-
-    def step():
-        Own.apply(layer(x)).sum().backward()
-        layer.zero_grad()
-
-    return layer, step
-
-
-SUMS = [shared_convolution, two_towers, own_square, kept_by_a_hook, formula_with_temporaries]
-
-
-@pytest.mark.parametrize("make", SUMS)
-def test_sums_of_gradients_peak_as_they_do_without_a_tracker(make):
-    layer, step = make()
-    step()
-    with without_collections(), MemoryTracker(layer, live=False) as tracker:
-        start = tracker.current.total
-        step()
-    first = [h.nbytes for h in tracker.holders() if h.step == -1 and h.module == "inputs"]
-    found = tracker.peak.total - start - sum(first)
-    assert 0 <= allocator_peak(step) - found <= 16  # two numbers of Python
-    assert sum(tracker.peak.by_category.values()) == tracker.peak.total
 
 
 # Compiled code.

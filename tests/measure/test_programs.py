@@ -9,7 +9,14 @@ import gc
 
 import pytest
 import torch
-from support import oom, programs_layers, programs_loops, programs_methods, programs_swaps
+from support import (
+    oom,
+    programs_layers,
+    programs_loops,
+    programs_methods,
+    programs_sums,
+    programs_swaps,
+)
 from support.oracle import allocator_peak, without_collections
 from support.programs import PROGRAMS
 from torch._subclasses.fake_tensor import FakeTensor
@@ -17,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradmem_lib import MemoryTracker, diagnose
 
-FILES = (programs_methods, programs_layers, programs_loops, programs_swaps)  # they fill PROGRAMS
+# They fill PROGRAMS.
+FILES = (programs_methods, programs_layers, programs_loops, programs_sums, programs_swaps)
 
 # How many bytes more (negative: fewer) a program takes under a dispatch mode, whichever, and the
 # tracker is one (isTensorSubclassLike in torch 2.13). Autograd adds gradients up in place unless a
@@ -40,6 +48,10 @@ ROUNDED = {"product_of_a_row": 1e-6}
 # What some programs are told besides the first step's states.
 TOLD = {
     "weight_tying": {oom.LOGITS},
+    "product_with_itself": {oom.LOGITS},  # of a layer that is the last and the widest one
+    "gradient_that_a_hook_keeps": {oom.LOGITS},
+    "formula_with_temporaries": {oom.LOGITS},
+    "zeros_for_inside_a_transform": {oom.EXPANDED},
     "gradients_a_sample": {oom.EXPANDED},
     "frozen_base_with_lora": {oom.WIDE},
     "distillation": {oom.WIDE, oom.IN_EACH_STEP},

@@ -203,6 +203,20 @@ def own_parametrization():
     return classifier(model, batch(32, 64))
 
 
+# Modules that torch runs by itself.
+
+
+@program
+def script_module():
+    return classifier(torch.jit.script(mlp(40, 48, 10)), batch(8, 40))
+
+
+@program
+def traced_module():
+    x = batch(8, 40)
+    return classifier(torch.jit.trace(mlp(40, 48, 10), x), x)
+
+
 # Operators of autograd, hooks, and functional transforms.
 
 

@@ -45,17 +45,6 @@ def losses_in_a_list(remedied=False):
     return trained_with(keep)
 
 
-@has(GROWS)
-def batches_in_a_list(remedied=False):
-    """Targets for a plot at the end."""
-    kept = []
-
-    def keep(i, net, x, y, out, loss):
-        kept.append(y.mean().item() if remedied else y.clone())
-
-    return trained_with(keep)
-
-
 @has(GROWS, line="self.body(x)", says="handle.remove()")
 def hooks_that_stay(remedied=False):
     """Each step registers one more, and no name of the script has what they fill."""
@@ -228,18 +217,6 @@ def hidden_state_carried(remedied=False):
 
 
 @has()
-def window_in_one_tensor():
-    """A tensor of constant length that is replaced in each step."""
-    window = torch.zeros(1024, 64)
-
-    def keep(i, net, x, y, out, loss):
-        nonlocal window
-        window = torch.cat([window[512:], out.detach()])
-
-    return trained_with(keep, steps=20)
-
-
-@has()
 def longer_and_longer_batches():
     net = Net()
 
@@ -272,20 +249,6 @@ class KeepsMasks(nn.Module):
 def masks_of_all_lengths(remedied=False):
     net = KeepsMasks(remedied)
     return trains(net, lambda i: net(torch.randn(2, 90 + 7 * i % 20, 16)).square().mean(), steps=12)
-
-
-@has()
-def first_examples():
-    """Outputs of the first three steps, for a picture at the end."""
-    net, x, kept = Net(), torch.randn(256, 64), []
-
-    def loss(i):
-        out = net(x)
-        if i < 3:
-            kept.append(out.detach())
-        return out.square().mean()
-
-    return trains(net, loss, adamw, steps=12)
 
 
 @has(GROWS, says="one row after another")
