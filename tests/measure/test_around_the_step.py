@@ -203,23 +203,3 @@ def test_forced_to_be_eager_compiled_code_is_counted_and_compiles_afterwards(mak
     assert len(compiled) == 1
     with pytest.raises(RuntimeError, match="set_stance"), MemoryTracker(model, live=False):
         function(x)
-
-
-def test_an_optimizer_that_compiles_its_own_step_has_a_way_out():
-    class Compiling(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            update = torch.compile(lambda p, g: p.add_(g, alpha=-0.1), backend="eager")
-            for parameter in self.param_groups[0]["params"]:
-                update(parameter, parameter.grad)
-
-    model = nn.Linear(4, 4)
-    optimizer = Compiling(model.parameters(), lr=0.1)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        MemoryTracker(model, optimizer, live=False) as tracker,
-    ):
-        train(model, optimizer, torch.ones(2, 4))
-    assert tracker.steps == 1
-    with pytest.raises(RuntimeError, match="force_eager"), MemoryTracker(model, live=False):
-        train(model, optimizer, torch.ones(2, 4))

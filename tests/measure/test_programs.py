@@ -37,9 +37,7 @@ UNDER_A_MODE = {
     "orthogonal": 16_384,
     "sparse_embedding": 512,
     "product_of_a_row": 30_464,
-    "products_along_a_row": 37_504,
     "binary_loss_with_pos_weight": 24_576,
-    "orthogonal_by_householder": -260,
     "householder_product": -2_056,
 }
 SHOWN = set(UNDER_A_MODE) - {"bidirectional_lstm_on_packed_rows"}
@@ -54,13 +52,9 @@ TOLD = {
     "zeros_for_inside_a_transform": {oom.EXPANDED},
     "gradients_a_sample": {oom.EXPANDED},
     "frozen_base_with_lora": {oom.WIDE},
-    "distillation": {oom.WIDE, oom.IN_EACH_STEP},
-    "reptile": {oom.COPIED},
     "average_swapped_in_for_an_evaluation": {oom.COPIED},  # an average is a second copy
     "sharpness_aware_by_swaps": {oom.GRADIENTS},
     "float64_for_one_step": {oom.DOUBLE},
-    "proximal_policy": {oom.EVALUATION},
-    "q_learning_with_a_replay": {oom.DATA},
     "two_heads_backward_twice": {oom.STAY},
 }
 # An operation makes a tensor of a Python number, outside of every dispatch.

@@ -75,19 +75,6 @@ def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed):
     assert tracker.peak.total - start == pytest.approx(allocator_peak(step), rel=1e-3)
 
 
-def test_the_first_step_counts_states_as_they_appear():
-    model, opt, batch, step = build("llama")
-    with MemoryTracker(model, opt, live=False) as tracker:
-        tracker.watch(batch, "other")
-        step()
-    states = sum(v.nbytes for s in opt.state.values() for v in s.values())
-    assert tracker.current.by_category["optimizer"] == states
-    seen = tracker.timeline.by_category["optimizer"]
-    assert len(set(seen)) > 10 and seen == sorted(seen), (
-        "states appear one by one, while the step runs"
-    )
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_recomputed_activations_are_activations(reentrant):
     """A checkpointed block's internals come back in the backward pass, under their own name."""
@@ -128,14 +115,6 @@ def test_a_learners_own_step_is_counted_as_it_says():
     assert max(tracker.timeline.by_category["activations"]) > 0, (
         "a forward pass written without modules"
     )
-
-
-def test_a_dtype_change_inside_the_block_is_followed():
-    model = nn.Linear(64, 64, bias=False)
-    with MemoryTracker(model, live=False) as tracker:
-        model.to(torch.bfloat16)
-        assert tracker.current.by_category["parameters"] == 64 * 64 * 2
-        assert tracker.current.total == 64 * 64 * 2
 
 
 def test_an_address_that_is_in_use_again_is_another_storage():

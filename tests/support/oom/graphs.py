@@ -209,18 +209,6 @@ def experts():
     return trains(parts, lambda i: torch.stack([part(x) for part in parts]).square().mean(), adamw)
 
 
-@has()
-def crops_of_one_image():
-    """One loss compares all outputs: nothing is computed between the calls."""
-    net, crops = Net(), [torch.randn(256, 64) for _ in range(5)]
-
-    def loss(i):
-        outputs = [net(crop) for crop in crops]
-        return torch.stack(outputs).std(dim=0).mean()
-
-    return trains(net, loss, adamw)
-
-
 @has(STAY)
 def adversaries(remedied=False):
     """A GAN. ``remedied``: the discriminator's loss does not go through the generator."""

@@ -97,17 +97,12 @@ def average_of(remedied, update, make=clones, made_before=False):
 
 AVERAGES = {
     "average_in_place": (in_place,),
-    "average_in_place_from_before": (in_place, clones, True),
-    "average_replaced": (replaced,),
     "average_replaced_from_before": (replaced, clones, True),
     "average_with_a_graph_from_before": (in_place, clones_with_a_graph, True),
 }
 # In its own turn, a forward may have used it.
 OF_THIS_TURN = {
     "copy_with_a_graph": (None, clones_with_a_graph),
-    "copy_with_a_graph_from_before": (None, clones_with_a_graph, True),
-    "average_with_a_graph": (in_place, clones_with_a_graph),
-    "average_replaced_with_a_graph": (replaced_with_a_graph, clones_with_a_graph),
     "average_replaced_with_a_graph_from_before": (replaced_with_a_graph, clones_with_a_graph, True),
 }
 for name, way in AVERAGES.items():
@@ -186,57 +181,31 @@ def targets_like_a_weight(bias=False):
     return trains(net, lambda i: F.mse_loss(net(x), y))
 
 
-class SharpnessAware:
-    """SAM (arXiv:2010.01412): a step up along the gradient, whose gradient is then used."""
-
-    def __init__(self, net: nn.Module, keeps: str):
-        self.weights, self.optimizer, self.keeps = list(net.parameters()), sgd(net), keeps
-        self.kept = {}
-
-    def up(self) -> None:
-        norm = torch.stack([p.grad.norm() for p in self.weights]).norm()
-        with torch.no_grad():
-            for p in self.weights:
-                if self.keeps == "weights":
-                    self.kept[p] = p.clone()
-                    p.add_(0.05 * p.grad / norm)
-                elif self.keeps == "perturbation":
-                    self.kept[p] = 0.05 * p.grad / norm
-                    p.add_(self.kept[p])
-                else:
-                    p.add_(0.05 * p.grad / norm)
-        self.optimizer.zero_grad()
-
-    def down(self) -> None:
-        with torch.no_grad():
-            for p, kept in self.kept.items():
-                if self.keeps == "weights":
-                    p.data = kept
-                else:
-                    p.sub_(kept)
-        self.kept.clear()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-@has(GRADIENTS)
-def sharpness_aware(remedied=False, keeps="perturbation"):
-    """``remedied``: what it keeps is not on the card."""
+@has(COPIED)
+def sharpness_aware(remedied=False):
+    """SAM (arXiv:2010.01412): a step up along the gradient, whose gradient is then used.
+    ``remedied``: the weights that it goes back to are not on the card.
+    """
     net, x = Net(1024), torch.randn(64, 64)
-    sam = SharpnessAware(net, "nothing" if remedied else keeps)
+    optimizer = sgd(net)
 
     def step(i):
         net(x).square().mean().backward()
-        sam.up()
+        kept = []
+        with torch.no_grad():
+            for p in net.parameters():
+                kept.append(p.tolist() if remedied else p.clone())
+                p.add_(0.05 * p.grad)
+        optimizer.zero_grad()
         net(x).square().mean().backward()
-        sam.down()
+        for p, weight in zip(net.parameters(), kept, strict=True):
+            if remedied:
+                weight = torch.tensor(weight)
+            p.data = weight
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return trained(net, sam.optimizer, step, steps=3)
-
-
-@has(COPIED)
-def sharpness_aware_with_weights(remedied=False):
-    return sharpness_aware(remedied, keeps="weights")
+    return trained(net, optimizer, step, steps=3)
 
 
 @has(ONE_LINE)
