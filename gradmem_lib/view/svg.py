@@ -1,16 +1,12 @@
-"""Shared parts of the inline SVGs: a frame with words for those who do not see it, text with a
-halo, hatches.
-"""
+"""Shared parts of the inline SVGs: a frame with words for those who do not see it, and hatches."""
 
 from __future__ import annotations
 
 from html import escape
 
 from .place import LEAST_OF_WIDTH
-from .style import COLORS, HATCHES, is_dark
+from .style import is_dark
 
-# Reads on white and on black alike.
-ALARM_BOTH = "#e0483f"
 _MARKS = {
     "": "",
     "/": '<path d="M-2 2L2 -2M0 8L8 0M6 10L10 6"/>',
@@ -19,11 +15,6 @@ _MARKS = {
     ".": '<path d="M2 2h.01M6 6h.01" stroke-width="2" stroke-linecap="round"/>',
     "x": '<path d="M0 0L8 8M0 8L8 0"/>',
 }
-
-
-def svg_pattern(key: str, name: str) -> str:
-    """The part's colour and hatch, as a ``<pattern>`` that boxes are filled with."""
-    return pattern(key + name, COLORS[name], HATCHES[name])
 
 
 def pattern(id: str, color: str, hatch: str) -> str:
@@ -62,20 +53,4 @@ def frame(
         f'font:{font}px var(--jp-ui-font-family,system-ui,sans-serif)">'
         f'<title id="{key}t">{escape(title)}</title><desc '
         f'id="{key}d">{escape(words)}</desc><defs>{defs}</defs>'
-    )
-
-
-def svg_halo(width: int) -> str:
-    """Attributes of a text that stays readable on any background."""
-    stroke = "var(--jp-layout-color0,transparent)"
-    return f'style="paint-order:stroke;stroke:{stroke};stroke-width:{width}px"'
-
-
-def svg_text(
-    x: float, y: float, words: str, *, anchor="start", size=11, weight=400, opacity=0.8
-) -> str:
-    """A text in the page's own colour."""
-    return (
-        f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" '
-        f'font-weight="{weight}" fill="currentColor" opacity="{opacity}">{escape(words)}</text>'
     )

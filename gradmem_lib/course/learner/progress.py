@@ -2,20 +2,18 @@
 own corruption.
 
 Nothing here ever stops a lesson. A file that cannot be written costs one sentence per process, and
-a file that cannot be understood is moved aside, not overwritten.
+one that cannot be understood is moved aside, not overwritten. Entries that cannot be understood, as
+those of a later version, are neither shown nor deleted.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import os
-import re
-import secrets
-import stat
+import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,12 @@ from ..machine import environment
 
 VERSION = 1
 LOCK_SECONDS = 10
-MOST_BYTES = 2**24  # a course's progress is a few KB
-DEEPEST = 20  # brackets in brackets; an entry is three deep
+# By section: the number and the text that each entry has.
+FIELDS = {
+    "checks": ("tries", "outcome"),
+    "guesses": ("guess", "unit"),
+    "puzzles": ("seconds", "recipe"),
+}
 _warned: set[str] = set()
 
 
@@ -40,14 +42,10 @@ def location() -> Path:
 
     chosen = environment.progress_file()
     path = chosen or platformdirs.user_data_path("gradmem") / "progress.json"
-    try:
+    # no such home, a loop of links: what is done with the path will say so
+    with suppress(OSError, RuntimeError):
         return path.expanduser().resolve()  # so that replacing the file keeps a link to it
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ):  # a loop of links, no such home: what is done with it will say so
-        return path.absolute()
+    return path.absolute()
 
 
 def load() -> dict[str, Any]:
@@ -57,13 +55,14 @@ def load() -> dict[str, Any]:
     """
     path = location()
     try:
-        progress, whole = read_file(path)
+        return understood(read_file(path))
     except FileNotFoundError:
         return _empty()
-    except (OSError, RuntimeError) as error:
+    except ValueError:
+        return _locked(path, lambda: _read_or_move_aside(path)) or _empty()
+    except OSError as error:
         _warn_unusable(path, error)
         return _empty()
-    return progress if whole else _locked(path, lambda: _read_or_move_aside(path)) or progress
 
 
 def record_check(id: str, outcome: str) -> None:
@@ -100,7 +99,7 @@ def record_puzzle(id: str, seconds: float, recipe: str) -> None:
     """
 
     def note(progress: dict) -> None:
-        solved = progress.setdefault("puzzles", {})
+        solved = progress["puzzles"]
         if id not in solved or seconds < solved[id]["seconds"]:
             solved[id] = {"seconds": seconds, "recipe": recipe}
 
@@ -116,9 +115,7 @@ def reset() -> str:
     backup = path.with_name(path.name + ".bak")
     try:
         with _lock(path):
-            _check_regular(path)
-            if backup.is_symlink() or backup.exists():
-                _check_regular(backup)
+            path.open().close()  # a folder, which is not the course's, cannot be opened
             os.replace(path, backup)
     except FileNotFoundError:
         return f"there is no progress to clear at {path}"
@@ -131,90 +128,51 @@ _REMEDY = "set GRADMEM_PROGRESS to a file in a folder that you can write to"
 
 
 def _empty() -> dict[str, Any]:
-    return {"version": VERSION, "checks": {}, "guesses": {}}
+    return {"version": VERSION} | {section: {} for section in FIELDS}
 
 
-def _check_regular(path: Path) -> None:
-    """Raise ``OSError`` for all but regular files: reading a pipe waits for ever, and replacing a
-    device removes it for everybody.
+def read_file(path: Path) -> dict[str, Any]:
+    """The whole file.
+
+    Raises ``ValueError`` for what is no progress file, and ``OSError``.
     """
-    kind = os.lstat(path).st_mode
-    if stat.S_ISDIR(kind):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-    if stat.S_ISLNK(kind):
-        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
-    if not stat.S_ISREG(kind):
-        raise OSError(errno.EINVAL, "it is not a regular file")
-
-
-def read_file(path: Path) -> tuple[dict[str, Any], bool]:
-    """The part of the file that can be understood, and whether that is all of it."""
-    _check_regular(path)
-    # Without blocking, in case the file was just replaced by a pipe.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-    with open(descriptor, "rb") as file:
-        content = file.read(MOST_BYTES + 1)
+    text = path.read_text(encoding="utf-8-sig")
     try:
-        text = content.decode("utf-8-sig") if len(content) <= MOST_BYTES else ""
-        shallow = _shallow(text)
-        found = json.loads(shallow, parse_int=_whole_number)
-    except (ValueError, RecursionError):
+        found = json.loads(text)
+    except RecursionError:
         found = None
     if not isinstance(found, dict) or found.get("version") != VERSION:
-        return _empty(), False
-    # sections that came later than this version stay
-    progress, whole = found | _empty(), shallow == text
-    for section in ("checks", "guesses", *({"puzzles"} & found.keys())):  # which came later
-        entries = found.get(section)
-        entries, whole = (entries, whole) if isinstance(entries, dict) else ({}, False)
-        progress[section] = {
-            id: entry for id, entry in entries.items() if _is_entry(section, id, entry)
-        }
-        whole = whole and len(progress[section]) == len(entries)
-    return progress, whole
+        raise ValueError(f"{path} is no progress file of this course")
+    found = {"puzzles": {}} | found  # which came later
+    if not all(isinstance(found.get(section), dict) for section in FIELDS):
+        raise ValueError(f"{path} is a part of a progress file")
+    return found
 
 
-def _shallow(text: str) -> str:
-    """``text`` with ``null`` in place of values that are nested too deep, so that the rest can be
-    read.
+def understood(progress: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a file that the rest of the course can show and compare. A file may be
+    damaged, forged, or from a later version.
     """
-    kept, depth = [], 0
-    for token in re.findall(r'"(?:[^"\\]|\\.)*"|[][{}]|[^][{}"]+|"', text, re.DOTALL):
-        depth += token in ("[", "{")
-        if depth <= DEEPEST:
-            kept.append(token)
-        elif depth == DEEPEST + 1 and token in ("[", "{"):
-            kept.append("null")
-        depth -= token in ("]", "}")
-    return "".join(kept)
-
-
-def _whole_number(digits: str) -> int | float:
-    """Above some thousand digits, ``int`` refuses; and no number of ours is above a float's
-    largest.
-    """
-    return int(digits) if len(digits) < 400 else float(digits)
+    found = _empty()
+    for section in FIELDS:
+        for id, entry in progress[section].items():
+            if _is_entry(section, id, entry):
+                found[section][id] = entry
+    return found
 
 
 def _is_entry(section: str, id: str, entry: Any) -> bool:
-    """Whether the rest of the course can show and compare this entry.
-
-    A file may be damaged, forged, or from a later version.
-    """
-    number, text = {
-        "checks": ("tries", "outcome"),
-        "guesses": ("guess", "unit"),
-        "puzzles": ("seconds", "recipe"),
-    }[section]
-    return (
-        isinstance(entry, dict)
-        and _is_number(entry.get(number))
-        and isinstance(entry.get(text), str)
-        and (id + entry[text]).isprintable()  # half a surrogate pair cannot be printed
-        and (entry.get("measured") is None or _is_number(entry["measured"]))
-        # else the fastest would be none at all
-        and (section != "puzzles" or 1e-30 < entry["seconds"] < 1e30)
-    )
+    number, text = FIELDS[section]
+    if not isinstance(entry, dict) or not isinstance(entry.get(text), str):
+        return False
+    if not (id + entry[text]).isprintable():  # half a surrogate pair cannot be printed
+        return False
+    if not _is_number(entry.get(number)):
+        return False
+    if section == "puzzles":
+        return entry[number] > 0  # else the fastest would be none at all
+    measured = entry.get("measured")
+    return measured is None or _is_number(measured)
 
 
 def _is_number(value: Any) -> bool:
@@ -225,25 +183,22 @@ def _is_number(value: Any) -> bool:
 def _read_or_move_aside(path: Path) -> dict[str, Any]:
     """The content of the file.
 
-    A file that is not fully understood is kept beside a new one. Needs the lock.
+    A file that is not understood is kept beside a new one. Needs the lock.
     """
     try:
-        progress, whole = read_file(path)
+        return read_file(path)
     except FileNotFoundError:
         return _empty()
-    if not whole:
+    except ValueError:
         number = 1
         while os.path.lexists(aside := path.with_name(f"{path.name}.corrupt-{number}")):
             number += 1
         os.replace(path, aside)
-        kept = progress != _empty()
         _say(
-            f"{'A part of the' if kept else 'The'} progress file could not be understood, so it "
-            f"was moved to {aside}, and a new one was made{' with all the rest' if kept else ''}."
+            f"The progress file could not be understood, so it was moved to {aside}, and a new one "
+            "was made."
         )
-        if kept:
-            _write(path, progress, like=aside)
-    return progress
+        return _empty()
 
 
 def _update(change: Callable[[dict], None]) -> None:
@@ -251,40 +206,33 @@ def _update(change: Callable[[dict], None]) -> None:
 
     def work() -> None:
         progress = _read_or_move_aside(path)
-        change(progress)
+        known = understood(progress)
+        change(known)
+        for section in FIELDS:
+            progress[section] |= known[section]
         _write(path, progress)
 
     _locked(path, work)
 
 
-def _write(path: Path, progress: dict[str, Any], like: Path | None = None) -> None:
+def _write(path: Path, progress: dict[str, Any]) -> None:
     """Write beside the file and rename over it: readers, also after a crash, find the old file or
-    the new one. Needs the lock. ``like`` is the file whose permissions it has, if not ``path``.
+    the new one. Needs the lock.
     """
-    if os.path.lexists(path):
-        _check_regular(path)
-    prefix = f".{path.name}-"
-    for name in os.listdir(path.parent):
-        if name.startswith(prefix):  # from a killed run: nobody else writes while the lock is held
-            with contextlib.suppress(OSError):
-                os.unlink(path.parent / name)
-    # The permissions are those of the old file. A new one is made as any program makes one, by the
-    # umask, so that a teacher's board can read it where other files can be read.
-    mode = None
-    with contextlib.suppress(FileNotFoundError):
-        mode = stat.S_IMODE(os.lstat(like or path).st_mode)
-    temporary = path.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    temporary = path.with_name(f".{path.name}-new")
     try:
-        with open(handle, "w", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             json.dump(progress, file, indent=1, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())
-        if mode is not None:
-            os.chmod(temporary, mode)
+        # A new file has the permissions of the umask, so that a teacher's board can read it where
+        # other files can be read.
+        with suppress(FileNotFoundError):
+            shutil.copymode(path, temporary)
         os.replace(temporary, path)
     except BaseException:
-        os.unlink(temporary)
+        with suppress(OSError):
+            os.unlink(temporary)
         raise
 
 
@@ -293,8 +241,6 @@ def _lock(path: Path):
 
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(path.name + ".lock")
-    if os.path.lexists(lock):
-        _check_regular(lock)
     # After one wait in vain, do not wait again at every check.
     return FileLock(lock, timeout=0 if "locked" in _warned else LOCK_SECONDS)
 
@@ -312,11 +258,7 @@ def _locked(path: Path, work: Callable[[], Any]) -> Any:
     except Timeout as error:
         _warned.add("locked")
         _warn_unusable(path, error)
-    except (
-        OSError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # NotImplementedError: a file system without locks
+    except (OSError, RuntimeError) as error:  # NotImplementedError: a file system without locks
         _warn_unusable(path, error)
     return None
 

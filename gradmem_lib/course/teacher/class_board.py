@@ -7,15 +7,12 @@ page loads nothing else. Measured values can be put on separate pages, in a fold
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
+import random
 import re
-import secrets
-import stat
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +26,13 @@ PLACES = tuple(  # paths below a home folder: Linux, macOS, Windows
     Path(place, "gradmem", "progress.json")
     for place in (".local/share", "Library/Application Support", "AppData/Local/gradmem")
 )
-_BESIDE = {".bak": "an old copy, from before a reset", ".tmp": "a file half copied"}
-_FOREIGN = "not a progress file, or only a part of one"
+OWN = re.compile(r"\.lock$|\.bak$|\.corrupt-\d+$")  # what the course puts beside a progress file
+FOREIGN = "not a progress file, or only a part of one"
+NOT_ALLOWED = (
+    "this account may not read it: its owner runs chmod o+r on it, and chmod o+rx on each folder "
+    "on the way"
+)
+NOTHING_YET = "no progress file in it yet"
 
 
 def run_board(folder: Path, out: Path, *, once: bool = False, **look: bool) -> None:
@@ -49,15 +51,14 @@ def run_board(folder: Path, out: Path, *, once: bool = False, **look: bool) -> N
     print(
         f"{out.absolute()} is written" + ("" if once else f", again every {SECONDS} s until Ctrl-C")
     )
-    told: dict[Path, str] = {}
-    _tell_unreadable(board, told)
+    told = _tell(board, {})
     said = ""
     try:
         while not once:
             time.sleep(SECONDS)
             try:
                 board.write(refresh)
-                _tell_unreadable(board, told)
+                told = _tell(board, told)
                 said = ""
             except OSError as error:  # a share that is gone for a moment, a locked page
                 if str(error) != said:
@@ -66,13 +67,12 @@ def run_board(folder: Path, out: Path, *, once: bool = False, **look: bool) -> N
         board.write(0)
 
 
-def _tell_unreadable(board: Board, told: dict[Path, str]) -> None:
-    """Print which files this account may not read, and why, each once: the page has no names."""
-    for path, why in board.unreadable.items():
-        if told.get(path) != why:
-            print(f"{path}: {why}", file=sys.stderr)
-    told.clear()
-    told.update(board.unreadable)
+def _tell(board: Board, told: dict[Path, str]) -> dict[Path, str]:
+    """Print what is new to say of files, since the page may have no names."""
+    for path, remark in board.remarks.items():
+        if remark not in (NOTHING_YET, told.get(path)):
+            print(f"{path}: {remark}", file=sys.stderr)
+    return board.remarks
 
 
 class Board:
@@ -86,11 +86,8 @@ class Board:
         self.beside = out.with_name(f"{out.stem}-measured")  # a folder, maybe from an earlier board
         self.measured = self.beside if hide else None
         self.learners: dict[Path, dict[str, Any]] = {}
-        self.remarks: list[tuple[Path, str]] = []
-        self.unreadable: dict[Path, str] = {}  # what this account may not read, and why
-        self._read: dict[Path, tuple[tuple, dict | None, str]] = {}
+        self.remarks: dict[Path, str] = {}
         self._numbers: dict[Path, int] = {}
-        self._salt = secrets.token_bytes(16)  # sorted names would show who is who
 
     def write(self, refresh: int) -> None:
         """Read all files and write the page, which reloads itself after ``refresh`` seconds (0:
@@ -107,7 +104,7 @@ class Board:
     def _page(self, rows: Rows, refresh: int) -> str:
         remarks = [
             (str(path.relative_to(self.folder)) if self.names else f"file {i}", remark)
-            for i, (path, remark) in enumerate(self.remarks, 1)
+            for i, (path, remark) in enumerate(self.remarks.items(), 1)
         ]
         measured = self.measured.name if self.measured else ""
         return page(rows, remarks, names=self.names, refresh=refresh, measured=measured)
@@ -126,170 +123,106 @@ class Board:
         return str(home or inside).removesuffix(".json")
 
     def _look(self) -> None:
-        self.learners, self.remarks, self.unreadable = {}, [], {}
-        files, folders = _inside(self.folder)
-        for path in files:
-            self._take(path, tell=True)
-        for home in folders:
-            if home.absolute() == self.beside.absolute():
-                continue
-            before = len(self.learners) + len(self.remarks)
+        """Read each file. One that is being written is shown as it was before."""
+        before, self.learners, self.remarks = self.learners, {}, {}
+        for path, is_progress in self._files():
             try:
-                for path in usual if (usual := _usual(home)) else _inside(home)[0]:
-                    self._take(path, tell=bool(usual) or path.suffix == ".json")
-                if before == len(self.learners) + len(self.remarks):
-                    self.remarks.append((home, "no progress file in it yet"))
+                self.learners[path] = _drawable(progress.understood(progress.read_file(path)))
+                continue
+            except ValueError:
+                remark = FOREIGN
             except OSError as error:
-                self.remarks.append((home, self._why(home, error)))
+                remark = _reason(error)
+            if path in before:
+                self.learners[path] = before[path]
+                remark += "; shown as it was before"
+            if is_progress:
+                self.remarks[path] = remark
         new = [path for path in self.learners if path not in self._numbers]
-        for path in sorted(new, key=lambda p: hashlib.sha256(self._salt + os.fsencode(p)).digest()):
+        random.shuffle(new)  # sorted names would show who is who
+        for path in new:
             self._numbers[path] = len(self._numbers) + 1
         order = str if self.names else self._numbers.__getitem__
         self.learners = {path: self.learners[path] for path in sorted(self.learners, key=order)}
 
-    def _take(self, path: Path, *, tell: bool) -> None:
-        if path.absolute() == self.out.absolute():
-            return
-        found, remark = self._reading(path)
-        if found is not None:
-            self.learners[path] = found
-        if remark and (tell or found is not None):
-            self.remarks.append((path, remark))
-
-    def _reading(self, path: Path) -> tuple[dict | None, str]:
-        """The content of a file, or ``None``, and a remark about it.
-
-        A file that has not changed is not read again.
-        """
-        if path.suffix in _BESIDE or ".corrupt-" in path.name:
-            return None, _BESIDE.get(
-                path.suffix, "moved away by the course, because it was damaged"
-            )
-        _, last, _ = known = self._read.get(path, ((), None, ""))
-        try:
-            real = path.resolve(strict=True)
-            state = real.stat()
-            signature = (state.st_mtime_ns, state.st_size, state.st_ino)
-            if known[0] == signature:
-                return known[1:]
-            found, whole = progress.read_file(real)
-        except (OSError, RuntimeError) as error:
-            return last, self._why(path, error)
-        if whole or found["checks"] or found["guesses"]:
-            made = _clean(found, whole)
-        else:
-            made = (last, _FOREIGN + ("; shown as it was before" if last else ""))
-        # a younger file may change within the clock's step
-        settled = abs(time.time() - state.st_mtime) > 2
-        self._read[path] = (signature if settled else (), *made)
-        return made
-
-    def _why(self, path: Path, error: BaseException) -> str:
-        """Why ``path`` cannot be used. Where permissions are the reason, whose and what helps."""
-        if not isinstance(error, PermissionError) or os.name == "nt":  # there, modes say little
-            return progress.reason(error)
-        said = _missing_permission(path, self.folder)
-        self.unreadable[path] = said
-        return said
-
-
-def _missing_permission(path: Path, folder: Path) -> str:
-    """What this account may not do on the way from ``folder`` to ``path``, in a sentence without
-    a name of a learner.
-    """
-    inside = path.relative_to(folder)
-    for place in [*reversed(inside.parents)][1:]:
-        # Only the first part of the path is a learner's name.
-        below = Path(*place.parts[1:])
-        name = "their folder" if len(place.parts) == 1 else f"the folder {below} in it"
-        if not _may_enter(folder / place):
-            return _not_allowed("enter", name, folder / place, stat.S_IXOTH)
-    if path.is_dir():
-        return _not_allowed("list and enter", "their folder", path, stat.S_IROTH | stat.S_IXOTH)
-    return _not_allowed("read", "the file", path, stat.S_IROTH)
-
-
-def _may_enter(folder: Path) -> bool:
-    try:
-        os.lstat(folder / "anything")
-    except PermissionError:
-        return False
-    except OSError:  # there is no such file, which only somebody sees who may enter
-        return True
-    return True
-
-
-def _not_allowed(verb: str, name: str, path: Path, needed: int) -> str:
-    mode = stat.S_IMODE(os.stat(path).st_mode)
-    said = f"this account may not {verb} {name}, whose mode is {mode:04o}"
-    if mode & needed == needed:  # a list of access rights, a mandatory policy
-        return f"{said}: something else than the mode forbids it, so ask who runs the machine"
-    letters = "r" * bool(needed & stat.S_IROTH) + "x" * bool(needed & stat.S_IXOTH)
-    return f"{said}: its owner runs chmod o+{letters} on it"
-
-
-def _replace(path: Path, content: str) -> None:
-    handle, temporary = tempfile.mkstemp(dir=path.absolute().parent, prefix=f".{path.name}-")
-    try:
-        with open(handle, "wb") as file:
-            file.write(content.encode("utf-8", "replace"))  # file names may be anything
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
-def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Files and folders in a folder, in order, without hidden ones (such as the course's unfinished
-    files) and locks.
-    """
-    with os.scandir(folder) as entries:
-        seen = sorted((e.name, e.is_dir()) for e in entries if not e.name.startswith("."))
-    files = [
-        folder / name for name, is_folder in seen if not is_folder and not name.endswith(".lock")
-    ]
-    return files, [folder / name for name, is_folder in seen if is_folder]
+    def _files(self) -> Iterator[tuple[Path, bool]]:
+        """The files that may be a learner's progress, and whether each has to be one."""
+        files, folders = _inside(self.folder)
+        for path in files:
+            if path.absolute() != self.out.absolute():
+                yield path, True
+        for home in folders:
+            if home.absolute() == self.beside.absolute():
+                continue
+            try:
+                usual = _usual(home)
+                others = [] if usual else _inside(home)[0]
+            except OSError as error:
+                self.remarks[home] = _reason(error)
+                continue
+            for path in usual:
+                yield path, True
+            for path in others:
+                yield path, path.suffix == ".json"
+            if not any(path in self.learners or path in self.remarks for path in usual + others):
+                self.remarks[home] = NOTHING_YET
 
 
 def _usual(home: Path) -> list[Path]:
-    """The places in a home folder where there is a progress file.
-
-    Also those that this account may not look at, since a file may be there.
+    """The places in a home folder where there is a progress file, or may be one behind a folder
+    that this account may not look into.
     """
     found = []
     for place in PLACES:
         try:
-            os.lstat(home / place)
+            os.stat(home / place)
         except PermissionError:
-            if not _may_enter(home):
-                raise
+            return [*found, home / place]
         except OSError:  # nothing there
             continue
         found.append(home / place)
     return found
 
 
-def _clean(found: dict, whole: bool) -> tuple[dict, str]:
-    """The entries that can be shown: known names, and numbers that can be drawn."""
+def _reason(error: OSError) -> str:
+    return NOT_ALLOWED if isinstance(error, PermissionError) else progress.reason(error)
+
+
+def _replace(path: Path, content: str) -> None:
+    """Write beside the file and rename over it, so that a browser never reads half of it."""
+    temporary = path.with_name(f".{path.name}-new")
+    try:
+        temporary.write_text(content, encoding="utf-8", errors="replace")  # of any file's name
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _inside(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Files and folders in a folder, in order, without hidden ones and what the course puts beside
+    a progress file.
+    """
+    seen = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+    files = [path for path in seen if path.is_file() and not OWN.search(path.name)]
+    return files, [path for path in seen if path.is_dir()]
+
+
+def _drawable(found: dict[str, Any]) -> dict[str, Any]:
+    """The entries that can be shown: names of lessons, and numbers that can be drawn."""
     guesses = {}
     for id, entry in found["guesses"].items():
-        guess, measured = _drawable(entry["guess"]), _drawable(entry.get("measured"))
-        if re.fullmatch(r"\d{1,2}\.[a-z]", id, re.ASCII) and guess is not None:
-            guesses[id] = (guess, measured, entry["unit"][:24])
+        guess, measured = entry["guess"], entry.get("measured")
+        if re.fullmatch(r"\d{1,2}\.[a-z]", id, re.ASCII) and _is_drawable(guess):
+            shown = measured if _is_drawable(measured) else None
+            guesses[id] = (guess, shown, entry["unit"][:24])
     checks: dict[str, tuple[bool, int]] = {}
     for id, entry in found["checks"].items():
-        id, tries = MOVED.get(id, id), _drawable(entry["tries"]) or 0
+        id = MOVED.get(id, id)
         passed = entry["outcome"] == "passed" or checks.get(id, (False,))[0]
-        checks[id] = (passed, max(int(tries), 1))
-    left_out = len(found["guesses"]) - len(guesses)
-    remarks = [] if whole else ["a part cannot be read; the rest is shown"]
-    remarks += [
-        f"guesses left out, because no lesson asks for them or they are out of range: {left_out}"
-    ] * (left_out > 0)
-    return {"checks": checks, "guesses": guesses}, "; ".join(remarks)
+        checks[id] = (passed, max(int(entry["tries"]), 1))
+    return {"checks": checks, "guesses": guesses}
 
 
-def _drawable(number: Any) -> int | float | None:
-    good = isinstance(number, (int, float)) and not isinstance(number, bool)
-    return number if good and (number == 0 or 1e-30 <= abs(number) <= 1e30) else None
+def _is_drawable(number: float | None) -> bool:
+    return number is not None and (number == 0 or 1e-30 <= abs(number) <= 1e30)

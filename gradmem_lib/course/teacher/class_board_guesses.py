@@ -62,7 +62,7 @@ class Card:
             sentences.append(
                 "Nobody has shown the measured value yet, and it is in no file: there is no line."
             )
-        self.picture, beyond = picture(id, unit, guesses, line, " ".join(sentences))
+        self.picture, beyond = picture(id, unit, tuple(guesses), line, " ".join(sentences))
         if beyond:
             sentences.append(f"Beyond the picture: {beyond}.")
         left_out = len(entries) - len(same_unit)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ...view.style import COLORS
-from ...view.svg import ALARM_BOTH
+from ...view.style import ALARM, COLORS
 
 INK = "#1d2330"
 MUTED = "#5b6473"
@@ -27,7 +26,7 @@ th.who {{ position: sticky; left: 0; background: {PAPER}; max-width: 11rem; }}
 thead .n {{ white-space: normal; max-width: 6rem; vertical-align: bottom; }}
 .two {{ display: flex; flex-wrap: wrap; gap: 0 3rem; }}
 section {{ max-width: 100%; flex: 0 1 auto; }} section p {{ max-width: 34rem; }}
-.here {{ outline: 2px solid {ALARM_BOTH}; outline-offset: -2px; font-weight: 700; }}
+.here {{ outline: 2px solid {ALARM}; outline-offset: -2px; font-weight: 700; }}
 .cards {{ display: grid; gap: 1.4rem;
   grid-template-columns: repeat(auto-fill, minmax(min(100%, 350px), 1fr)); }}
 a {{ color: {COLORS["parameters"]}; }}
