@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from support.oracle import allocator_peak, without_collections
+from support.oracle import allocator_peak, nbytes, without_collections
 from torch import nn
 from torch.nn import functional as F
 
@@ -37,12 +37,6 @@ def test_saved_python_numbers_are_said_beside_the_peak(change, times=3):
     assert more - tracker.saved_numbers in (0, 8)
     assert tracker.saved_numbers in (0, 8 * times)
     assert ("saved Python numbers" in repr(tracker)) == (tracker.saved_numbers > 0)
-
-
-def nbytes(tensors) -> int:
-    """The bytes of the different storages of ``tensors``."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def train(model: nn.Module, optimizer, x: torch.Tensor) -> None:

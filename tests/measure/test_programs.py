@@ -17,7 +17,7 @@ from support import (
     programs_sums,
     programs_swaps,
 )
-from support.oracle import allocator_peak, without_collections
+from support.oracle import allocator_peak, nbytes, states, storages, without_collections
 from support.programs import PROGRAMS
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -85,25 +85,10 @@ def there_already(but: dict[int, int]) -> list[torch.Tensor]:
     return found
 
 
-def storages(tensors) -> dict[int, int]:
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-
-
 def built(name: str):
     """The model, the optimizers and the step of a program, from the same random numbers."""
     torch.manual_seed(0)
     return PROGRAMS[name]()
-
-
-def states(value):
-    """The tensors in an optimizer's state, however deep they lie."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for inner in value:
-            yield from states(inner)
 
 
 def assert_categories(tracker, model, optimizers) -> None:
@@ -118,7 +103,7 @@ def assert_categories(tracker, model, optimizers) -> None:
     }
     now = tracker.current.by_category
     for kind, of_kind in tensors.items():
-        assert now[kind] == sum(storages(of_kind).values()), kind
+        assert now[kind] == nbytes(of_kind), kind
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

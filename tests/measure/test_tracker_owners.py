@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from support.oracle import nbytes
 from torch import nn
 from torch.func import functional_call
 from torch.optim import SGD, AdamW
@@ -20,10 +21,6 @@ from gradmem_lib.compat.dispatch_modes import num_active_dispatch_modes
 
 def small() -> nn.Sequential:
     return nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 4))
-
-
-def nbytes(tensors) -> int:
-    return sum(t.nbytes for t in tensors)
 
 
 def test_a_copy_that_is_dropped_is_freed():
