@@ -13,17 +13,17 @@
 # %% [markdown]
 # # 07 · Mixed precision
 #
-# *59 minutes: sections 1 to 8, with exercises 7.1 and 7.3 to 7.5. 17 more are optional. You need: lesson 01, and the
+# *60 minutes: sections 1 to 8, with exercises 7.1 and 7.3 to 7.5. 17 more are optional. You need: lesson 01, and the
 # terms of lessons 02 and 03.*
 #
 # "Train in 16 bits, it takes half the memory." Which half, and what happens to the numbers? In this lesson you lose
-# gradients, updates and sums, and build the repairs. After it you can
+# gradients, updates and sums, and build the repairs. After this lesson you can
 #
 # - say what bf16 and float16 each lose, and which operation autocast computes in which;
 # - write rounding by chance, a master copy and a loss scaler;
 # - say from which batch on autocast saves memory, and what each flag of `Trainer` does.
 #
-# Everything was measured on a CPU, nothing on a card (a GPU).
+# Everything was measured or predicted on a CPU, nothing on a card (a GPU).
 
 # %%
 import os
@@ -36,7 +36,8 @@ from gradmem_lib.course import claims, models, texts, trainer_dtypes
 
 # %% [markdown]
 # Here is a run that has failed: Llama-2-13B, every weight trained by AdamW, one row of 2,048 tokens, on a card of 80 GB.
-# In the next picture the line is the card, and each bar is a way to train in 16 bits. Which of them will take half?
+# In the next picture the line is the card. The first bar is float32. The others are three ways to train in 16 bits, which
+# this lesson explains. Which of them takes half?
 
 # %%
 chart = Waterfall(budget=CARDS["H100 80GB"].nbytes, title="Llama-2-13B, 2,048 tokens")
@@ -119,13 +120,20 @@ batches = [
     batch([training[i + n] for i in range(ROWS)]) for n in range(0, STEPS * ROWS, ROWS)
 ]
 
+# %% tags=["nbval-ignore-output"]
+model.train()(**batches[0]).loss.backward()
+gradients = torch.cat([p.grad.flatten()[::20] for p in model.parameters()])
+for share in (0.5, 0.01):
+    print(f"{share:.0%} of them are below {gradients.abs().quantile(share):.0e}")
+
+# %% [markdown]
+# What is below half of float16's smallest number becomes 0.
+
 # %%
 question = "How many per cent of SmolLM2's gradients become 0 in float16?"
 guess_a = predict_first("7.a", question, unit="percent")
 
 # %% tags=["nbval-ignore-output"]
-model.train()(**batches[0]).loss.backward()
-gradients = torch.cat([p.grad.flatten()[::20] for p in model.parameters()])
 for scale in (1, 2**12, 2**16, 2**24):
     shares = [100 * lost(gradients, d, scale) for d in (torch.float16, torch.bfloat16)]
     print(f"scale {scale:>10,}   float16 loses {shares[0]:.4f} %   bf16 {shares[1]:.4f} %")
@@ -167,7 +175,9 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 # ## 3 · bf16 loses updates
 #
 # Between 1 and 2 there are 128 bf16 numbers, with gaps of 1/128. If you add less than half a gap, nothing changes.
-# In lesson 02, this stalled AdamW's second moment v. What about the weights? The cell tries three rates.
+# In lesson 02, this stalled AdamW's second moment v. What about the weights? AdamW's first step moves each weight by about
+# one learning rate. Half of SmolLM2's weights are above
+# {{torch.cat([p.detach().flatten()[::100] for p in models.smollm2()[0].parameters()]).abs().median():.2f}}.
 
 # %%
 question = "One AdamW step at 1e-5 on SmolLM2 in bf16: how many per cent of weights move?"
@@ -188,7 +198,7 @@ for rate in (1e-4, 1e-6, 1e-5):
 guess_b.reveal(measured=round(share, 1))
 
 # %% [markdown]
-# AdamW's first step is about one learning rate for every weight. Only weights near 0 moved: gaps are small there.
+# Only weights near 0 moved: gaps are small there.
 # Sums suffer too. Add 1.0 a thousand times:
 
 # %%
@@ -407,7 +417,9 @@ for name, recipe in recipes.items():
 #
 # ## 6 · What it saves, and from which batch on
 #
-# Autocast's residents are those of float32. It makes activations smaller and adds copies of weights.
+# Autocast's residents are those of float32. It makes activations smaller and adds copies of weights. Four rows of 128
+# tokens in float32 peak with {{predict(config, recipe=Recipe(), batch_size=4, seq_len=128, target="cpu").peak.by_category["activations"] / 2**20:.0f}} MiB of activations. The weights are {{predict(config, recipe=Recipe(), batch_size=4, seq_len=128, target="cpu").peak.by_category["parameters"] / 2**20:.0f}} MiB.
+# What gets smaller, and what is added?
 
 # %%
 question = "Four rows of 128 tokens: how many MiB does autocast take off float32's peak?"
@@ -480,6 +492,8 @@ claims.show("C11")
 #   weights, masters or sums, or rounding by chance.
 # - **Autocast is a list of operations.** Weights, gradients and states stay float32, and the copies have their price.
 # - **The dtype that you load is the one that you train**, whatever the flag says.
+# - **16 bits alone do not repair the first run.** In bf16 the 13B needs {{chart.bars[2].total / 2**30:.0f}} GiB, and the card
+#   has {{chart.budget / 2**30:.0f}}. Lessons 09 and 10 make it fit.
 #
 # ## Optional: sums in float32
 #

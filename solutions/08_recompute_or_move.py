@@ -17,7 +17,7 @@
 # 06.*
 #
 # Activations do not fit. A checkpoint forgets them and computes them again. They could also leave the card, wait
-# somewhere else and come back. Which is cheaper, for which tensors, and on which card? After it you can
+# somewhere else and come back. Which is cheaper, for which tensors, and on which card? After this lesson you can
 #
 # - write a checkpoint that repeats the cheap operations and keeps the costly ones;
 # - write hooks that move activations away, and say when moving is faster than computing again;
@@ -462,8 +462,8 @@ for name, value in changes.items():
 # {{8 * 2**30 / BUSES["PCIe 4"]:.1f}} s each way, and a forward takes
 # {{32 * forward(32768) / (find_card("RTX 4090").half / 2):.1f}} s. (Section 2's formulas say so.)
 #
-# Activations fall by less than 8 GiB, because the peak moves within that backward, to a moment with more of them and
-# fewer temporaries.
+# Activations fall by less than 8 GiB, because the peak moves to another moment of that backward, with more activations
+# and fewer temporaries.
 # <!-- holds: 0 < long[1].peak.by_category["activations"] - long[2].peak.by_category["activations"] < 8 * 2**30 - 2**28
 # and long[1].peak.by_category["temporaries"] - long[2].peak.by_category["temporaries"] > 2**30 -->
 # What is left beside the weights is mostly one layer, which has run again. Two thirds of its bytes are the MLP's.
@@ -497,7 +497,8 @@ show_decisions(long[0], card="23 GiB")
 # - **Compare bytes / bandwidth with operations / speed**, before you move. Weights need not leave, and a storage leaves
 #   once.
 # - **Recompute as few layers as the budget asks for**, the first ones first.
-# - **At long sequences** logits, then boundaries, then one layer are the peak. Each has its own answer.
+# - **At long sequences** logits, then boundaries, then one layer are the peak. Each has its own answer. So the first
+#   run fell from {{failed.peak.total / 2**30:.0f}} to {{long[2].peak.total / 2**30:.0f}} GiB, and fits on its card.
 #
 # ## Optional: count what runs again
 #

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 50 more are optional. You need: lessons 02 and
+# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 49 more are optional. You need: lessons 02 and
 # 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
@@ -101,9 +101,8 @@ adamw = partial(optim.AdamW, foreach=False)
 states = cost("AdamW", adamw)
 
 # %% [markdown]
-# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two, since
-# no large parameter came right before the largest ones there. Here a temporary of the previous matrix, which is as large, is
-# still alive.
+# In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two. Here the
+# previous matrix is as large, and one temporary of its step is still alive.
 #
 # ## 2 · One byte a number
 #
@@ -260,7 +259,7 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # %% [markdown]
 # The update's singular values are far closer together. <!-- holds: values[0] < 2 * values[-1] --> Its numbers are
 # smaller than those of AdamW's update, so Muon needs a learning rate of its own, or
-# `adjust_lr_fn="match_rms_adamw"`.
+# `adjust_lr_fn="match_rms_adamw"`, which makes them as large.
 #
 # **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G
 # of {{gradient.shape[0]}} rows and {{gradient.shape[1]:,}} columns. Let the columns of a matrix P be the r directions
@@ -274,8 +273,8 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # Now compare six optimizers: their bytes, and how well SmolLM2 predicts held-out text after the same tokens. No
 # learning rate suits all, so each gets three.
 #
-# We train the matrices of the last six layers, which all six optimizers can take. This takes some minutes. (The
-# stored notebook makes one short update of one layer, at one rate.)
+# We train the matrices of the last six layers. This takes some minutes. (The stored notebook makes one short update of
+# one layer, at one rate.)
 
 # %%
 model.requires_grad_(False)
@@ -323,7 +322,7 @@ for name, (make, rate) in rates.items():
 # | 8-bit AdamW | AdamW's, rounded | tensors are small: below 4,096 numbers it saves nothing |
 # | Adafactor | scaled by rows and columns | its temporaries are the peak, as with transformers' Adafactor in lesson 05 |
 # | Lion | a sign | batches are small: a noisy sign moves as far as a sure one |
-# | Muon | all directions alike | batches are small: its products need as many operations as {{round(30
+# | Muon | all directions alike | batches are small: its products cost as much as training on {{round(30
 # * sum(10 * min(p.shape) ** 2 * (2 * max(p.shape) + min(p.shape)) for p in matrices[-7:]) / (6
 # * model.num_parameters()), -2):,.0f}} tokens of SmolLM2 |
 #
@@ -430,10 +429,12 @@ chart
 # **Adapters make checkpointing matter more.**
 #
 # These adapters are in bf16. PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each
-# layer also keeps a float32 copy of its input.
+# linear layer also keeps a float32 copy of its input, unless autocast is on.
 #
-# With α / r a larger rank adds no more than a small one, so it learns no faster. **rsLoRA** takes α / √r
-# (`use_rslora=True` in PEFT). *Where* adapters are is a choice too: on queries and values alone, activations are
+# **Does rank 256 learn nothing more?** The factor α / r shrinks as the rank grows, so a large rank adds no more than a
+# small one. **rsLoRA** takes α / √r (`use_rslora=True` in PEFT).
+#
+# *Where* adapters are is a choice too: on queries and values alone, activations are
 # {{max(seven(lora_rank=16, lora_targets=("q_proj", "v_proj")).timeline.by_category["activations"]) / 2**30:.2f}} GiB, since
 # fewer layers keep their input.
 #
@@ -512,6 +513,11 @@ grown
 # Now 4 bits save memory. <!-- holds: grown.bars[2].total < grown.bars[0].total --> (An optional section has a second
 # mistake of this kind.)
 #
+# PEFT's `prepare_model_for_kbit_training` also adds bytes: it casts all other 16-bit weights to float32, head and
+# embedding too. In Llama-3-8B these two grow by
+# {{2 * 2 * known_model("Llama-3-8B")[1].vocab_size * known_model("Llama-3-8B")[1].hidden_size / 2**30:.2f}} GiB, and many
+# activations double.
+#
 # Even a good QLoRA is the wrong choice where weights are a small part of the peak: it rounds the base, and takes
 # time.
 #
@@ -523,8 +529,7 @@ grown
 # In a 7B model, on a row of 2,048 tokens, the weights are larger than both together.
 # <!-- holds: seven(lora_rank=16, quantized_base=True, checkpointing="per-layer").peak.by_category["parameters"]
 # > 2 * 4 * 2048 * 32000 --> Lesson 05's loss in chunks takes the logits away:
-# `Recipe(chunked_loss=True)`. It has to treat the logits as the model does, so it asks a tiny copy of the model for the
-# bias, the scale and the cap of its logits. An optional section writes such a loss.
+# `Recipe(chunked_loss=True)`. An optional section writes such a loss.
 #
 # ## 9 · Under 300 MiB
 #
@@ -584,6 +589,12 @@ chart
 # With adapters, the weights of 40 layers are hardly larger, and the peak is in forward.
 # <!-- holds: smollm2_peak(*under_300()[1]).phase == "forward" and
 # smollm2_peak(*under_300()[1]).by_category["parameters"] / 2**20 < 1.05 * 135 -->
+#
+# And lesson 07's 13B, which did not fit on a card of 80 GB? By these recipes it takes
+# {{predict(known_model("Llama-2-13B")[1], batch_size=1, seq_len=2048, recipe=under_300()[0][1],
+# target="cuda").peak.total / 2**30:.0f}} GiB with every weight trained, and
+# {{predict(known_model("Llama-2-13B")[1], batch_size=1, seq_len=2048, recipe=under_300()[1][1],
+# target="cuda").peak.total / 2**30:.0f}} with adapters.
 #
 # ## 10 · What you can now do
 #
@@ -697,8 +708,7 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 
 # %% [markdown]
 # QLoRA saves {{ways[0] - ways[1]:.0f}} MiB at any length, and the inputs kept for nothing grow with the tokens. With kept
-# matrices, QLoRA needs more than LoRA at both lengths. PEFT's `prepare_model_for_kbit_training` casts all other
-# 16-bit weights to float32, the head too. That doubles many activations.
+# matrices, QLoRA needs more than LoRA at both lengths.
 #
 # ## Optional: a loss in chunks, by hand
 #

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 47 more are optional. You need: lessons
+# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 48 more are optional. You need: lessons
 # 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
@@ -155,7 +155,7 @@ for way in ("ddp", "zero1", "zero2", "fsdp"):
     print(f"{way:<6}{sum(bytes_per_rank(13e9, 8, way)) / 1e9:>4.0f} GB on each card")
 
 # %% [markdown]
-# From ZeRO-1 on, these bytes fit on a card of 80 GB. What is left of it is for activations.
+# From ZeRO-1 on, these bytes fit on a card of 80 GB.
 #
 # Now measure it, in float32, on the small Llama. A batch has 4 rows, and each rank takes its part.
 
@@ -293,7 +293,7 @@ average_gradients = check("10.2", average_gradients)
 #
 # Under FSDP a rank keeps only its shard of each weight. It needs the whole matrix for a moment in forward, and again in
 # backward. So it calls an all-gather before each use, and frees the whole matrix after it. A reduce-scatter gives each
-# rank the mean gradient of its own shard. (You write such a layer in an optional section.)
+# rank the mean gradient of its own shard.
 #
 # `fully_shard`, PyTorch's second FSDP (**FSDP2**), does this to any module, in place. The parameters of one call are
 # a **unit**: they are gathered together in one buffer, and freed together. On cards, the next unit is gathered while one computes
@@ -326,7 +326,6 @@ guess_b.reveal(measured=run_ranks(peak_of, fully_shard)[0])
 # The largest part of this peak is activations, so add checkpoints. <!-- holds: (parts := predict(llama().config,
 # recipe=Recipe(sharding="fsdp"), batch_size=2, seq_len=32, ranks=2, target="cpu").peak.by_category)["activations"]
 # == max(parts.values()) --> A checkpoint runs each layer's forward twice.
-# (Does FSDP then gather each layer more often? An optional section counts.)
 #
 # ### Exercise 10.4 · a model of sharded layers
 #
@@ -389,7 +388,7 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MiB")
 # Divide each summed loss by the number of labels on *all* ranks, and multiply it by the number of ranks (exercise
 # 10.5, optional). `accumulate_gradients(..., model=net)` does so.
 #
-# Two more things need all ranks. An optional section shows each of them:
+# Two more things need all ranks (see the optional sections):
 #
 # - **clipping**: the norm is that of the whole gradient, not of a rank's shards;
 # - **saving**: `torch.save(net.state_dict(), ...)` on rank 0 writes rank 0's shards alone.
@@ -403,11 +402,12 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MiB")
 # ●●○ · 3 minutes · trains: bytes over a link, and which of them accumulation saves
 #
 # In a ring, each rank sends `(ranks - 1) / ranks` of a tensor's bytes for an all-gather, as much for a
-# reduce-scatter, and twice as much for an all-reduce, which is both. Write `communication_seconds(way, nbytes, ranks,
+# reduce-scatter, and twice as much for an all-reduce. Write `communication_seconds(way, nbytes, ranks,
 # micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered from forward
 # to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. Here FSDP
 # and ZeRO-2 reduce gradients after every micro-batch. (They may also wait for the last one, as under accelerate and
-# `Trainer`, or with `set_requires_gradient_sync(False)`. Then each rank keeps whole gradients until it.)
+# `Trainer`, or with `set_requires_gradient_sync(False)`. But until then each rank keeps whole gradients: 26 GB instead of
+# 3, for the 13B in bf16. So accumulation can make FSDP run out of memory.)
 #
 # <details><summary>Hint 1: one way after the other</summary>
 #
@@ -454,7 +454,7 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 
 # %% [markdown]
 # An H100's link is much faster, but so is its computing.
-# <!-- holds: CARDS["H100 80GB"].link > 5 * card.link and CARDS["H100 80GB"].half > 5 * card.half --> Two things shift these numbers. Real cards compute below
+# <!-- holds: CARDS["H100 80GB"].link > 5 * card.link and CARDS["H100 80GB"].half > 5 * card.half --> Real cards compute below
 # their full rate, so fewer tokens are enough. RTX 4090s send through the host alone, so they need more.
 #
 # Here is what each of N ranks holds and sends in each way. W is the bytes of the weights, and
@@ -463,7 +463,7 @@ print("H100s over NVLink:", tokens(CARDS["H100 80GB"]))
 # | way | a rank holds | a rank sends |
 # |---|---|---|
 # | DDP | all weights, gradients and states | 2 W an update |
-# | PyTorch's ZeRO-1 | all, but 1/N of the states | 2 W for gradients and W for new weights, an update (the paper's: W and W) |
+# | PyTorch's ZeRO-1 | all weights and gradients, 1/N of the states | 2 W for gradients and W for new weights, an update (the paper's: W and W) |
 # | PyTorch's ZeRO-2 | 1/N of all three; whole weights until backward | 2 W a micro-batch |
 # | ZeRO-3, FSDP | 1/N of all three; two whole units | 3 W a micro-batch |
 # | hybrid sharding: FSDP in each machine of n cards | 1/n of all three; two whole units | 3 W a micro-batch inside, 2 W / n between machines |
@@ -563,7 +563,10 @@ claims.show("C17")
 #
 # ## 8 · What you can now do
 #
-# - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights.
+# - **DDP copies everything**, and keeps buckets besides. ZeRO and FSDP cut states, gradients and weights. The 13B, with
+#   a float32 master copy and checkpoints, takes {{predict(known_model("Llama-2-13B")[1], batch_size=1, seq_len=2048, ranks=8,
+#   recipe=Recipe("float32-master", "adamw-fused", sharding="fsdp", checkpointing="per-layer"), target="cuda").peak.total
+#   / 1e9:.0f}} GB on each of eight cards.
 # - **FSDP gathers unit by unit.** Each layer is a unit, and the model comes last.
 # - **A collective needs every rank**, in saving and in clipping too.
 # - **Divide by the labels of all ranks**, and undo the mean that DDP or FSDP takes.
@@ -912,6 +915,8 @@ fsdp_config:
 """
 
 # %% [markdown]
+# With `mixed_precision: bf16`, accelerate first makes all trained weights float32, so each shard is a master copy.
+#
 # Write the file, and let accelerate read it as `accelerate launch` does:
 
 # %%

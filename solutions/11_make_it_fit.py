@@ -18,7 +18,7 @@
 #
 # Here is a model, and here is a card. Does it fit, and which way of training it is the fastest that fits? You have seen
 # every technique, so this lesson teaches no new one. It is a game of twelve puzzles, two of them optional, from easy to
-# impossible. After it you can
+# impossible. After this lesson you can
 #
 # - read the parts of a peak, and choose the one change that counts;
 # - say from a few sums what can never fit;
@@ -243,7 +243,7 @@ puzzle("11.6").show(answer)
 # Compare the four times. Cards differ, and saved bytes cost time: layers run twice, activations cross the bus, 4 bits are
 # decoded. <!-- holds: twice.needs < plain.needs and twice.seconds > plain.seconds and decoded.needs < experts.needs and decoded.seconds > experts.seconds -->
 #
-# In 11.5, gigabytes stay free. <!-- holds: one_row.spare < 0 and puzzle("11.5").best()[0].offload == "activations" and puzzle("11.5").best()[1].spare > 2**30 --> `offload` moves all activations or none, and those of one row are {{one_row.held["activations"] / 2**30:.1f}} GiB. Larger pieces
+# Why do gigabytes stay free in 11.5? <!-- holds: one_row.spare < 0 and puzzle("11.5").best()[0].offload == "activations" and puzzle("11.5").best()[1].spare > 2**30 --> `offload` moves all activations or none, and those of one row are {{one_row.held["activations"] / 2**30:.1f}} GiB. Larger pieces
 # hardly help: four rows at once save 2 % of the time.
 #
 # ## 5 · Too many of something
@@ -305,6 +305,8 @@ puzzle("11.8").show(answer)
 # From here on several cards train one model, so a recipe needs `sharding`. Rows are those of *all* cards, and
 # `accumulation` cuts what each card gets. The picture shows one of the cards. Divide what is cut by the number of
 # cards, and ask what each card still needs for itself. (NCCL, the library that sends, needs bytes too.)
+#
+# Lesson 07's first run comes back here: a 13B that did not fit on a card of 80 GB. Now eight smaller cards share it.
 
 # %% [markdown]
 # ### Exercise 11.10 · every weight of a 13B
@@ -436,7 +438,7 @@ print(yours.best)
 print(yours.code)
 
 # %% [markdown]
-# The last lines are its training program.
+# The last lines are its training program, for your `train_dataset`.
 #
 # ## 11 · What you can now do
 #

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from .place import LEAST_OF_WIDTH
-from .style import is_dark
+from .style import COLORS, HATCHES, is_dark
 
 _MARKS = {
     "": "",
@@ -15,6 +15,11 @@ _MARKS = {
     ".": '<path d="M2 2h.01M6 6h.01" stroke-width="2" stroke-linecap="round"/>',
     "x": '<path d="M0 0L8 8M0 8L8 0"/>',
 }
+
+
+def svg_pattern(key: str, name: str) -> str:
+    """A category's colour and hatch, as a ``<pattern>`` that boxes are filled with."""
+    return pattern(key + name, COLORS[name], HATCHES[name])
 
 
 def pattern(id: str, color: str, hatch: str) -> str:

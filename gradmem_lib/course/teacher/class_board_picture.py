@@ -49,7 +49,9 @@ def picture(
         for value in lines:
             axes.axvline(value, color=ALARM)
             share = axes.transLimits.transform(axes.transScale.transform((value, 0)))[0]
-            side = "left" if share < 0.3 else "right" if share > 0.7 else "center"
+            side = "center"
+            if not 0.3 < share < 0.7:  # where the words have room
+                side = "left" if share < 0.5 else "right"
             name = f"measured {in_words(value, unit)}"
             axes.text(share, 1.04, name, transform=axes.transAxes, ha=side, fontweight="bold")
     return sheet.svg(f"Guesses of prediction {id}"), len(guesses) - len(drawn)
