@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-import io
 
 import pytest
 import torch
-from support.oracle import allocator_peak, without_collections
+from support.oracle import allocator_peak, nbytes, without_collections
 from torch import nn
 from torch.nn import functional as F
 
@@ -38,12 +37,6 @@ def test_saved_python_numbers_are_said_beside_the_peak(change, times=3):
     assert more - tracker.saved_numbers in (0, 8)
     assert tracker.saved_numbers in (0, 8 * times)
     assert ("saved Python numbers" in repr(tracker)) == (tracker.saved_numbers > 0)
-
-
-def nbytes(tensors) -> int:
-    """The bytes of the different storages of ``tensors``."""
-    storages = [tensor.untyped_storage() for tensor in tensors]
-    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def train(model: nn.Module, optimizer, x: torch.Tensor) -> None:
@@ -144,33 +137,6 @@ def test_a_copy_of_the_weights_from_before_counts_when_it_is_touched(update):
         assert tracker.current.total - before == nbytes(copies)
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_a_checkpoint_that_stays_after_loading_is_counted(kept):
-    model, optimizer = student()
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        loaded = torch.load(file)
-        size = nbytes(loaded.values())
-        model.load_state_dict(loaded)
-        with_it = tracker.current.total
-        if not kept:
-            del loaded
-        train(model, optimizer, torch.ones(2, 8))
-        left = tracker.current.total
-    assert left == with_it - size * (not kept)
-
-
-def test_a_checkpoint_from_before_counts_when_it_is_read():
-    model, optimizer = student()
-    loaded = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        before = tracker.current.total
-        model.load_state_dict(loaded)
-        assert tracker.current.total - before == nbytes(loaded.values())
-
-
 def weighted(prediction, target):
     return (F.cross_entropy(prediction, target, reduction="none") * WEIGHTS).mean()
 
@@ -193,101 +159,6 @@ def test_targets_that_only_the_loss_gets_are_counted(kind):
     found = {h.nbytes for h in tracker.holders("now") if h.category == "other"}
     assert tracker.current.by_category["other"] == nbytes(brought)
     assert found == {t.nbytes for t in brought}
-
-
-# What differs only because a dispatch mode is active.
-
-
-def shared_convolution():
-    layer = nn.Conv2d(32, 32, 3, padding=1, bias=False)
-    x = torch.rand(1, 32, 4, 4)
-
-    def step():
-        y = x
-        for _ in range(4):
-            y = torch.tanh(layer(y))
-        y.mean().backward()
-        layer.zero_grad()
-
-    return layer, step
-
-
-def two_towers():
-    tower = nn.Linear(128, 128)
-    left, right = torch.rand(2, 128), torch.rand(2, 128)
-
-    def step():
-        (tower(left) - tower(right)).square().mean().backward()
-        tower.zero_grad()
-
-    return tower, step
-
-
-def own_square():
-    layer = nn.Linear(8, 2048)
-    x = torch.rand(16, 8)
-
-    def step():
-        y = layer(x)
-        (y * y).mean().backward()  # both gradients come from one node
-        layer.zero_grad()
-
-    return layer, step
-
-
-def kept_by_a_hook():
-    """Autograd may not write into a gradient that somebody holds."""
-    layer = nn.Linear(8, 2048)
-    x = torch.rand(16, 8)
-
-    def step():
-        kept = []
-        y = layer(x)
-        first, second = y.tanh(), y.sigmoid()
-        view = first.view_as(first)
-        view.register_hook(kept.append)
-        (view + second).sum().backward()
-        layer.zero_grad()
-
-    return layer, step
-
-
-def formula_with_temporaries():
-    """The backward of this function adds up two of its own temporaries, out of place."""
-
-    class Own(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2 + grad * 3
-
-    layer = nn.Linear(8, 2048)
-    x = torch.rand(16, 8)
-
-    def step():
-        Own.apply(layer(x)).sum().backward()
-        layer.zero_grad()
-
-    return layer, step
-
-
-SUMS = [shared_convolution, two_towers, own_square, kept_by_a_hook, formula_with_temporaries]
-
-
-@pytest.mark.parametrize("make", SUMS)
-def test_sums_of_gradients_peak_as_they_do_without_a_tracker(make):
-    layer, step = make()
-    step()
-    with without_collections(), MemoryTracker(layer, live=False) as tracker:
-        start = tracker.current.total
-        step()
-    first = [h.nbytes for h in tracker.holders() if h.step == -1 and h.module == "inputs"]
-    found = tracker.peak.total - start - sum(first)
-    assert 0 <= allocator_peak(step) - found <= 16  # two numbers of Python
-    assert sum(tracker.peak.by_category.values()) == tracker.peak.total
 
 
 # Compiled code.
@@ -326,23 +197,3 @@ def test_forced_to_be_eager_compiled_code_is_counted_and_compiles_afterwards(mak
     assert len(compiled) == 1
     with pytest.raises(RuntimeError, match="set_stance"), MemoryTracker(model, live=False):
         function(x)
-
-
-def test_an_optimizer_that_compiles_its_own_step_has_a_way_out():
-    class Compiling(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure=None):
-            update = torch.compile(lambda p, g: p.add_(g, alpha=-0.1), backend="eager")
-            for parameter in self.param_groups[0]["params"]:
-                update(parameter, parameter.grad)
-
-    model = nn.Linear(4, 4)
-    optimizer = Compiling(model.parameters(), lr=0.1)
-    with (
-        torch.compiler.set_stance("force_eager"),
-        MemoryTracker(model, optimizer, live=False) as tracker,
-    ):
-        train(model, optimizer, torch.ones(2, 4))
-    assert tracker.steps == 1
-    with pytest.raises(RuntimeError, match="force_eager"), MemoryTracker(model, live=False):
-        train(model, optimizer, torch.ones(2, 4))

@@ -29,7 +29,7 @@ def test_the_band_is_what_the_program_keeps():
     "program",
     [
         growth.losses_in_a_list,
-        growth.batches_in_a_list,
+        growth.outputs_after_a_warm_up,
         evaluations.logits_in_a_list,
         evaluations.second_list_of_outputs,
     ],

@@ -16,7 +16,7 @@ from support.oom import evaluations, graphs, growth, tensors, weights
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
-from gradmem_lib.measure.cause import within
+from gradmem_lib.measure.cause import Cause, within
 from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, MICRO_BATCHES, TECHNIQUES
 from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.units import format_bytes
@@ -116,7 +116,75 @@ def test_micro_batches_help_a_teacher_and_not_an_evaluation():
     assert MICRO_BATCHES in found.helps and "smaller micro-batches do that" in str(found)
     lowered = evaluations.teacher_in_each_step(remedied=True).peak.total
     assert found.lowest[MICRO_BATCHES] <= lowered < found.peak.total / 2
-    assert MICRO_BATCHES in diagnose(evaluations.larger_validation()).cannot_help
+    for program in (
+        evaluations.larger_validation,
+        evaluations.teacher_of_the_whole_batch,
+        evaluations.chain_of_forwards_after_each_step,
+    ):
+        assert MICRO_BATCHES in diagnose(program()).cannot_help
+
+
+def beside(teachers: list[nn.Module], student: nn.Module) -> dict[str, Cause]:
+    """What a distillation is told, by name."""
+    optimizer = oom.sgd(student)
+
+    def step(i):
+        x = torch.randn(16, 64)
+        with torch.no_grad():
+            targets = sum(teacher(x)[:, :8] for teacher in teachers)
+        oom.stepped((student(x)[:, :8] - targets).square().mean(), optimizer)
+
+    tracker = oom.trained(student, optimizer, step, steps=4)
+    return {cause.name: cause for cause in diagnose(tracker).causes}
+
+
+def mlp(layers: int, outputs: int) -> nn.Sequential:
+    body = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(layers)]
+    return nn.Sequential(*body, nn.Linear(64, outputs))
+
+
+def nbytes(models: list[nn.Module]) -> int:
+    return sum(p.nbytes for model in models for p in model.parameters())
+
+
+@pytest.mark.parametrize(("layers", "outputs"), [(8, 32), (4, 32), (6, 32), (3, 30), (8, 8)])
+def test_a_teacher_with_other_layers_is_a_second_model_and_no_copy(layers, outputs):
+    teacher = mlp(layers, outputs).requires_grad_(False)
+    causes = beside([teacher], mlp(3, 32))
+    assert oom.COPIED not in causes
+    assert causes[oom.SECOND].nbytes == nbytes([teacher])
+
+
+@pytest.mark.parametrize("words", ["a second copy", "2 more copies"])
+def test_a_teacher_of_the_same_shapes_is_a_copy(words):
+    teachers = [mlp(3, 32).requires_grad_(False) for _ in range(int(words[0] == "2") + 1)]
+    causes = beside(teachers, mlp(3, 32))
+    assert oom.SECOND not in causes
+    assert causes[oom.COPIED].nbytes == nbytes(teachers)
+    assert words in causes[oom.COPIED].evidence
+
+
+@pytest.mark.parametrize("tracked_is_wrapped", [True, False])
+def test_the_tracked_model_under_another_name_is_no_other_model(tracked_is_wrapped):
+    model = oom.Net(2048)
+    wrapper = nn.Sequential(model)
+    optimizer, copies = oom.sgd(model), []
+
+    def step(i):
+        oom.stepped(wrapper(torch.randn(8, 64)).mean(), optimizer)
+        with torch.no_grad():
+            model(torch.randn(8, 64))
+        if i == 1:
+            copies.extend(parameter.detach().clone() for parameter in model.parameters())
+
+    tracker = oom.trained(model if tracked_is_wrapped else wrapper, optimizer, step, steps=4)
+    [cause] = [cause for cause in diagnose(tracker).causes if cause.name == oom.COPIED]
+    assert "calls another model" not in cause.remedy
+
+
+def test_much_is_promised_of_many_forwards():
+    before = diagnose(graphs.rollouts_before_updates())
+    assert peak_without(before.causes[0], before.facts)[0] < 0.7 * before.peak.total
 
 
 def test_a_long_scoring_is_blamed_for_the_forwards_that_are_no_longer_in_the_list():

@@ -164,9 +164,7 @@ def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
 
 def ordinary_steps(net: nn.Module, optimizer) -> None:
     for _ in range(3):
-        net(torch.randn(64, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        oom.stepped(net(torch.randn(64, 64)).square().mean(), optimizer)
 
 
 def validation(net: nn.Module, optimizer) -> None:
@@ -185,9 +183,7 @@ def test_after_a_reset_only_what_follows_counts(what):
     with MemoryTracker(net, optimizer, live=False) as begun_later:
         what(net, optimizer)
     with MemoryTracker(net, optimizer, live=False) as tracker:
-        net(torch.randn(2048, 64)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        oom.stepped(net(torch.randn(2048, 64)).square().mean(), optimizer)
         with torch.no_grad():
             net(torch.randn(4096, 64))
         tracker.reset_peak()
@@ -197,6 +193,30 @@ def test_after_a_reset_only_what_follows_counts(what):
     assert found.lowest == expected.lowest
     found_causes = [(cause.name, cause.limit) for cause in found.causes]
     assert found_causes == [(cause.name, cause.limit) for cause in expected.causes]
+
+
+def test_a_graph_from_before_the_reset_still_has_its_forward():
+    net = oom.Net()
+    optimizer = oom.adamw(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        ordinary_steps(net, optimizer)
+        kept = net(torch.randn(2048, 64))  # a graph that nothing uses
+        tracker.reset_peak()
+        ordinary_steps(net, optimizer)
+        del kept
+    assert oom.UNUSED in [cause.name for cause in diagnose(tracker).causes]
+
+
+def test_a_reset_inside_a_forward_forgets_what_was_before_it():
+    class Resets(nn.Module):
+        def forward(self, x):
+            torch.zeros(100_000)
+            tracker.reset_peak()
+            return (x * 2).sum()
+
+    with MemoryTracker(live=False) as tracker, torch.no_grad():
+        Resets()(torch.randn(1000))
+    assert tracker.forwards[0].peak < 100_000 * 4
 
 
 def test_what_has_no_peak_is_refused():

@@ -11,10 +11,10 @@ import pytest
 import torch
 from support.nightly import ALL, each
 from support.oracle import allocator_peak
-from support.steps import BERT, GPT2, LLAMA, MODELS, OPTIMIZERS, build
+from support.steps import MODELS, OPTIMIZERS, build
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.measure.storages import has_memory
@@ -63,32 +63,16 @@ def test_peak_equals_pytorchs_memtracker(name, precision, optimizer, checkpointe
 @pytest.mark.parametrize(
     ("name", "checkpointed"), each(3, itertools.product(MODELS, [False, True]))
 )
-def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed, monkeypatch):
+def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed):
     # Large enough that the random-number states (5056 bytes a checkpoint), which the tracker cannot
     # see, are small.
-    for config in (LLAMA, BERT, GPT2):
-        monkeypatch.setitem(config, "n_embd" if config is GPT2 else "hidden_size", 512)
-    monkeypatch.setitem(LLAMA, "intermediate_size", 1024)
-    model, opt, batch, step = build(name, checkpointed=checkpointed, seq_len=64)
+    model, opt, batch, step = build(name, checkpointed=checkpointed, seq_len=64, hidden=512)
     step()
     with MemoryTracker(model, opt, live=False) as tracker:
         tracker.watch(batch, "other")
         start = tracker.current.total
         step()
     assert tracker.peak.total - start == pytest.approx(allocator_peak(step), rel=1e-3)
-
-
-def test_the_first_step_counts_states_as_they_appear():
-    model, opt, batch, step = build("llama")
-    with MemoryTracker(model, opt, live=False) as tracker:
-        tracker.watch(batch, "other")
-        step()
-    states = sum(v.nbytes for s in opt.state.values() for v in s.values())
-    assert tracker.current.by_category["optimizer"] == states
-    seen = tracker.timeline.by_category["optimizer"]
-    assert len(set(seen)) > 10 and seen == sorted(seen), (
-        "states appear one by one, while the step runs"
-    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -108,34 +92,6 @@ def test_recomputed_activations_are_activations(reentrant):
     ]
     internals = 2 * 32 * 256 * 4
     assert after_forward < internals <= max(in_backward)
-
-
-@pytest.mark.parametrize("mode", ["hf_reentrant", "sequential", "offload"])
-def test_every_checkpoint_mode_equals_memtracker(mode):
-    model, opt, batch, step = build("llama")
-    if mode.startswith("hf"):
-        kwargs = {"use_reentrant": mode.endswith("reentrant")}
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
-    elif mode == "sequential":
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(6)])
-        opt = OPTIMIZERS["adamw"](model.parameters())
-        batch = (torch.randn(32, 64, requires_grad=True),)
-
-        def step():
-            checkpoint_sequential(model, 3, batch[0], use_reentrant=False).sum().backward()
-            opt.step()
-            opt.zero_grad(set_to_none=True)
-            batch[0].grad = None
-    else:
-        plain = step
-
-        def step():
-            with torch.autograd.graph.save_on_cpu():
-                plain()
-
-    step()
-    tracker, expected = both_peaks(model, opt, batch, step)
-    assert tracker.peak.total == expected
 
 
 def test_a_learners_own_step_is_counted_as_it_says():
@@ -159,14 +115,6 @@ def test_a_learners_own_step_is_counted_as_it_says():
     assert max(tracker.timeline.by_category["activations"]) > 0, (
         "a forward pass written without modules"
     )
-
-
-def test_a_dtype_change_inside_the_block_is_followed():
-    model = nn.Linear(64, 64, bias=False)
-    with MemoryTracker(model, live=False) as tracker:
-        model.to(torch.bfloat16)
-        assert tracker.current.by_category["parameters"] == 64 * 64 * 2
-        assert tracker.current.total == 64 * 64 * 2
 
 
 def test_an_address_that_is_in_use_again_is_another_storage():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.oracle import nbytes, states
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -181,15 +182,7 @@ def test_lbfgs_has_states_in_lists_and_phases_within_its_step():
     with MemoryTracker(model, live=False) as tracker:
         optimizer.step(closure)
         now = tracker.current
-    state = next(iter(optimizer.state.values()))
-    tensors = [
-        t
-        for v in state.values()
-        for t in (v if isinstance(v, list) else [v])
-        if isinstance(t, torch.Tensor)
-    ]
-    states = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-    assert now.by_category["optimizer"] == sum(states.values())
+    assert now.by_category["optimizer"] == nbytes(states(dict(optimizer.state)))
     assert all(tracker.peak_by_phase[p] for p in ("forward", "backward", "optimizer_step"))
 
 
@@ -204,8 +197,7 @@ def test_what_a_budget_stops_in_a_first_step_counts_the_states_that_have_come():
         # two weights, two gradients, and the moments of one
         model(torch.ones(1, 64)).sum().backward()
         optimizer.step()
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    have_come = sum(t.nbytes for t in states)
+    have_come = nbytes(states(dict(optimizer.state)))
     # What is asked for is a state too, though the optimizer has not put it into its states yet.
     assert caught.value.asked == size and have_come >= 2 * size
     assert caught.value.snapshot.by_category["optimizer"] == have_come + size
@@ -289,12 +281,11 @@ def test_the_picture_tells_what_the_figures_tell(foreach):
     assert (
         last == tracker.current.by_category["optimizer"] == max(timeline.by_category["optimizer"])
     )
-    states = [
-        timeline.by_category["optimizer"][i]
-        for i, p in enumerate(timeline.phases)
-        if p == "optimizer_step"
-    ]
-    assert len([n for n in states if 0 < n < last]) >= 3, "as they came, not all at the end"
+    on_the_way = []
+    for nbytes_then, phase in zip(timeline.by_category["optimizer"], timeline.phases, strict=True):
+        if phase == "optimizer_step" and 0 < nbytes_then < last:
+            on_the_way.append(nbytes_then)
+    assert len(on_the_way) >= 3, "as they came, not all at the end"
 
 
 def test_bytes_that_a_kernel_has_for_a_moment_are_in_the_peak_and_gone_after():

@@ -9,18 +9,14 @@ import torch.distributed as dist
 from support.nightly import each
 from support.oracle import allocator_peak
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from transformers import (
-    GPTNeoXConfig,
-    GPTNeoXForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
 )
@@ -65,7 +61,6 @@ STATE, NUMBER = torch.get_rng_state().nbytes, 8
 UNSEEN = {
     "with checkpoints": 2 * STATE,
     "4 bits": 20 * NUMBER,  # the scale of each of 21 adapters; the last one has had its backward
-    "PEFT, mixed policy": 9 * NUMBER,  # of each of 9 adapters
     "ViT, states cut": NUMBER,  # in the optimizer's step
     "gathered once, checkpoints": 2 * STATE,
 }
@@ -102,28 +97,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], foreach=False)
 
 
-def neox():
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(**SIZES))
-    parallel = DistributedDataParallel(model, static_graph=True, gradient_as_bucket_view=True)
-    ids = drawn(2, 64)
-    return parallel, adamw(parallel), lambda: parallel(ids, labels=ids).loss.backward(), [ids]
-
-
-def tied_t5():
-    sizes = {
-        "vocab_size": 256,
-        "d_model": 192,
-        "d_kv": 48,
-        "d_ff": 512,
-        "num_layers": 2,
-        "num_heads": 4,
-    }
-    model = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0))
-    sharded(model, [*model.encoder.block, *model.decoder.block])
-    ids = drawn(2, 64)
-    return model, adamw(model), lambda: model(ids, labels=ids).loss.backward(), [ids]
-
-
 def vit():
     sizes = {name: n for name, n in SIZES.items() if name != "vocab_size"}
     parallel = DistributedDataParallel(
@@ -137,18 +110,6 @@ def vit():
         lambda: parallel(pictures, labels=labels).loss.backward(),
         [pictures, labels],
     )
-
-
-def peft_mixed():
-    from peft import LoraConfig, get_peft_model
-
-    model = get_peft_model(
-        llama(), LoraConfig(r=8, target_modules=["q_proj", "v_proj", "down_proj"])
-    )
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    sharded(model, model.base_model.model.model.layers, mp_policy=policy)
-    ids = drawn(2, 64)
-    return model, adamw(model), lambda: model(input_ids=ids, labels=ids).loss.backward(), [ids]
 
 
 def uneven_experts():
@@ -186,15 +147,12 @@ def gathered_once():
 
 
 PROGRAMS = {
-    "NeoX, views of buckets": neox,
-    "tied T5": tied_t5,
     "ViT, states cut": vit,
-    "PEFT, mixed policy": peft_mixed,
     "experts, uneven rows": uneven_experts,
     "sent once": sent_once,
     "gathered once, checkpoints": gathered_once,
 }
-PROGRAMS = dict(each(7, PROGRAMS.items()))
+PROGRAMS = dict(each(4, PROGRAMS.items()))
 
 
 def prepared(fields: dict) -> tuple:

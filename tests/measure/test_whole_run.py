@@ -9,20 +9,13 @@ from collections import deque
 
 import pytest
 import torch
+from support.oracle import nbytes
 from torch import nn
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.measure.moments import KEPT_PASSES
 from gradmem_lib.measure.source_lines import SourceLine
 from gradmem_lib.names import MOMENTS, PHASE_OF_MOMENT, PHASES
-
-
-def own_bytes(tensors) -> int:
-    """Bytes of the storages behind tensors, each once."""
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
-
 
 # Storages that no tracked module brings
 
@@ -89,8 +82,8 @@ def test_states_count_wherever_an_optimizer_keeps_them(kind):
             optimizer.step()
             optimizer.zero_grad()
     now = tracker.current.by_category
-    assert now["optimizer"] == own_bytes(states_of(optimizer))
-    assert now["parameters"] == own_bytes(model.parameters()) and now["other"] == 0
+    assert now["optimizer"] == nbytes(states_of(optimizer))
+    assert now["parameters"] == nbytes(model.parameters()) and now["other"] == 0
 
 
 # Moments, steps, lines

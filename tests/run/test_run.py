@@ -13,7 +13,7 @@ import torch
 from gradmem_lib.__main__ import main
 from gradmem_lib.measure.tracker import MemoryTracker
 
-FORKED = Path(__file__).parent / "forked.py"
+HERE = Path(__file__).parent
 TRAINS = """
 import os, sys
 before = "torch" in sys.modules
@@ -56,7 +56,56 @@ with torch.no_grad():
         results.append(model(torch.randn(256, 64)))
 results[9]
 """
+RECIPE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+from gradmem_lib import Recipe, make_trainer
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
+rows = [{"input_ids": list(range(length))} for length in (5, 9, 7, 3)] * 4
+trainer = make_trainer(model, Recipe(), batch_size=4, train_dataset=rows, progress=False)
+trainer.train()
+print(trainer.state.global_step, trainer.memory.peak.total > 0)
+"""
+COMPILES = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+whole = torch.compile(lambda x: model(x).relu(), fullgraph=True, backend="eager")
+part = torch.compile(lambda x: model(x).sin(), backend="eager")
+for _ in range(2):
+    loss = (whole(torch.randn(4, 8)) + part(torch.randn(4, 8))).sum()
+    loss.backward()
+    print(loss.item(), model.weight.grad.sum().item())
+"""
+COND = """
+loss = torch.cond(torch.ones(()) > 0, lambda x: model(x), lambda x: -model(x), (torch.ones(1, 8),))
+loss.sum().backward()
+"""
+FORKS = f"""{TRAINS}
+if os.fork() == 0:
+    print(model(torch.ones(1, 64)).shape)
+else:
+    os.wait()
+"""
+# What other scripts do, and the options of the run.
+OTHERS = {
+    "forks": (FORKS, []),
+    "nothing": ("print('hello')", []),
+    "early": (EARLY, []),
+    "late": (LATE, []),
+    "recipe": (RECIPE, ["--steps", "2"]),
+    "compiles": (COMPILES, []),
+    "cond": (COMPILES + COND, []),
+}
 RUN = ["-m", "gradmem_lib", "run"]
+# Scripts as others write them, with the arguments that each is given.
+SCRIPTS = {
+    "mingpt_trainer.py": ["2"],
+    "hf_trainer.py": [],
+    "accelerate_nlp.py": ["--cpu"],
+    "word_language_model.py": ["--interrupt"],
+    "peft_lora.py": [],
+}
 
 
 def python(*words, folder):
@@ -94,6 +143,10 @@ def ran(tmp_path_factory):
         script.write_text(f"{TRAINS}\n{last}\n")
         runs[f"alone/{name}"] = [str(script), "--lr", "1"]
         runs[f"measured/{name}"] = [*RUN, str(script), "--lr", "1"]
+    for name, arguments in SCRIPTS.items():
+        words = [str(HERE / "scripts" / name), *arguments]
+        runs[f"alone/{name}"] = words
+        runs[f"measured/{name}"] = [*RUN, "--out", "report.html", *words]
     package = folder / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -105,24 +158,12 @@ def ran(tmp_path_factory):
     two = ["--steps", "2", "--out", "two.html", "--snapshot", "two.pickle"]
     runs["steps"] = [*RUN, *two, end, "--lr", "1"]
     runs["budget"] = [*RUN, "--budget", "150 KiB", end, "--lr", "1"]
-    runs["forks"] = [*RUN, str(folder / "forks.py")]
-    (folder / "forks.py").write_text(
-        f"{TRAINS}\nif os.fork() == 0:\n    print(model(torch.ones(1, 64)).shape)\n"
-        "else:\n    os.wait()\n"
-    )
-    scripts = {"no_torch": "print('hello')", "early": EARLY, "late": LATE, "recipe": RECIPE}
-    for name, code in (scripts | {"compiles": COMPILES}).items():
+    for name, (code, options) in OTHERS.items():
         (folder / f"{name}.py").write_text(code)
-    runs["late"] = [*RUN, str(folder / "late.py")]
-    runs["early"] = [*RUN, str(folder / "early.py")]
-    runs["nothing"] = [*RUN, str(folder / "no_torch.py")]
-    runs["recipe"] = [*RUN, "--steps", "2", str(folder / "recipe.py")]
+        runs[name] = [*RUN, *options, str(folder / f"{name}.py")]
     runs["alone/compiles"] = [str(folder / "compiles.py")]
-    runs["measured/compiles"] = [*RUN, str(folder / "compiles.py")]
-    (folder / "cond.py").write_text(COMPILES + COND)
-    runs["cond"] = [*RUN, str(folder / "cond.py")]
     done = subprocess.run(
-        [sys.executable, FORKED, folder],
+        [sys.executable, HERE / "forked.py", folder],
         input=json.dumps(runs),
         capture_output=True,
         text=True,
@@ -152,6 +193,27 @@ def test_an_end_is_the_scripts_own(ran, name):
     before, _, _ = stderr.partition("gradmem run ")
     assert "gradmem_lib" not in before.replace(str(folder), "")  # no frame of the library
     assert ("ValueError: own" in before) == (name == "chain")
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_of_others_prints_and_ends_as_it_does_alone(ran, name):
+    folder, statuses = ran
+    measured = f"measured/{name}"
+    stderr = said(folder, measured, "stderr")
+    assert statuses[measured] == statuses[f"alone/{name}"] == 0, stderr
+    assert said(folder, measured, "stdout") == said(folder, f"alone/{name}", "stdout") != ""
+    assert "error of its own" not in stderr and "The peak is" in stderr
+    page = (folder / measured / "report.html").read_text()
+    assert len(page) < 3_000_000 and "http" not in page.replace("http-equiv", "")
+    assert stderr.count("gradmem run ") == 1  # workers that load data write no report
+
+
+def test_a_cause_is_found_with_its_line(ran):
+    stderr = said(ran[0], "measured/hf_trainer.py", "stderr")
+    script = (HERE / "scripts" / "hf_trainer.py").read_text().splitlines()
+    number = script.index("    trainer.train()") + 1
+    after = stderr.partition("\nAn evaluation collects its results: ")[2]
+    assert f"at hf_trainer.py:{number}" in after.partition("Remedy")[0]
 
 
 def test_after_the_given_steps_the_script_goes_on_alone(ran):
@@ -217,18 +279,6 @@ def test_a_snapshot_is_what_pytorchs_own_tools_read(ran):
     assert "active_allocated" in json.dumps(snapshot)
 
 
-RECIPE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-from gradmem_lib import Recipe, make_trainer
-sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
-model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **sizes))
-rows = [{"input_ids": list(range(length))} for length in (5, 9, 7, 3)] * 4
-trainer = make_trainer(model, Recipe(), batch_size=4, train_dataset=rows, progress=False)
-trainer.train()
-print(trainer.state.global_step, trainer.memory.peak.total > 0)
-"""
-
-
 def test_a_trainer_that_watches_itself_gives_way(ran):
     """What ``plan`` prints is measured by the command that it names, and trains to its end."""
     folder, statuses = ran
@@ -266,29 +316,12 @@ def test_the_error_of_a_packages_own_import_is_shown(tmp_path):
     assert "No module named 'foob'" in measured.stderr
 
 
-COMPILES = """
-import torch
-torch.manual_seed(0)
-model = torch.nn.Linear(8, 8)
-whole = torch.compile(lambda x: model(x).relu(), fullgraph=True, backend="eager")
-part = torch.compile(lambda x: model(x).sin(), backend="eager")
-for _ in range(2):
-    loss = (whole(torch.randn(4, 8)) + part(torch.randn(4, 8))).sum()
-    loss.backward()
-    print(loss.item(), model.weight.grad.sum().item())
-"""
-COND = """
-loss = torch.cond(torch.ones(()) > 0, lambda x: model(x), lambda x: -model(x), (torch.ones(1, 8),))
-loss.sum().backward()
-"""
-
-
 def test_compiled_functions_run_as_they_are_written(ran):
     folder, statuses = ran
-    explained = said(folder, "measured/compiles", "stderr")
-    assert statuses["alone/compiles"] == statuses["measured/compiles"] == 0, explained
+    explained = said(folder, "compiles", "stderr")
+    assert statuses["alone/compiles"] == statuses["compiles"] == 0, explained
     printed = said(folder, "alone/compiles", "stdout")
-    assert said(folder, "measured/compiles", "stdout") == printed != ""
+    assert said(folder, "compiles", "stdout") == printed != ""
     assert "was run uncompiled here" in explained
 
 

@@ -9,8 +9,10 @@ copies what it gathers and scatters).
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import numpy as np
 import torch
@@ -92,3 +94,24 @@ def allocator_peak(step, before: int = 0) -> int:
     live = np.cumsum([0, *(0 if n in scratch else event[1] for n, event in enumerate(events))])
     begun = sum(time < start for time, *_ in events)
     return int(live[begun:].max() - live[begun])
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """The bytes of each storage behind ``tensors``, by its address."""
+    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """The bytes of the different storages behind ``tensors``."""
+    return sum(storages(tensors).values())
+
+
+def states(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an optimizer's state, however deep they lie."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            yield from states(inner)

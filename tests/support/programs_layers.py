@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
-from torch.func import functional_call, grad, jacrev, stack_module_state, vmap
-from torch.nn.utils import parametrizations, parametrize, rnn
+from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.nn.utils import parametrizations, rnn
 from torch.optim import SGD, SparseAdam
 
 # Layers.
@@ -46,24 +46,6 @@ def bidirectional_lstm_on_packed_rows():
 
 
 @program
-def truncated_backward_through_time():
-    cell, x = nn.GRUCell(32, 64), batch(20, 16, 32)
-    optimizer = adamw(cell)
-
-    def step():
-        h = torch.zeros(16, 64)
-        for part in x.split(5):
-            h = h.detach()
-            for now in part:
-                h = cell(now, h)
-            h.square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    return cell, optimizer, step
-
-
-@program
 def convolutions_with_batch_norm():
     model = nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1),
@@ -89,25 +71,6 @@ def transformer_with_a_mask():
     )
     mask = nn.Transformer.generate_square_subsequent_mask(12)
     return usual(model, lambda: model(a, b, tgt_mask=mask).square().mean())
-
-
-@program
-def mixture_of_experts():
-    router, experts, x = (
-        nn.Linear(64, 4),
-        nn.ModuleList(mlp(64, 128, 64) for _ in range(4)),
-        batch(128, 64),
-    )
-
-    def loss():
-        weight, chosen = router(x).softmax(-1).max(-1)
-        out = torch.zeros_like(x)
-        for n, expert in enumerate(experts):
-            rows = (chosen == n).nonzero()[:, 0]
-            out = out.index_add(0, rows, expert(x[rows]) * weight[rows, None])
-        return F.mse_loss(out, x)
-
-    return usual(nn.ModuleList([router, experts]), loss)
 
 
 @program
@@ -139,40 +102,12 @@ def sparse_embedding():
 
 
 @program
-def embedding_bag():
-    bag, ids = nn.EmbeddingBag(1024, 64), torch.randint(0, 1024, (64, 8))
-    return usual(bag, lambda: bag(ids).square().mean())
-
-
-@program
-def complex_numbers():
-    weight, x = nn.Parameter(torch.randn(64, 64, dtype=torch.cfloat)), batch(32, 64)
-    model = nn.ParameterList([weight])
-    return usual(model, lambda: torch.fft.ifft(torch.fft.fft(x) @ weight).abs().square().mean())
-
-
-@program
 def graph_convolution():
     model, x, y = mlp(64, 128, 10), batch(256, 64), labels(256)
     links = torch.sparse_coo_tensor(
         torch.randint(0, 256, (2, 1024)), torch.rand(1024), (256, 256), check_invariants=True
     ).coalesce()
     return usual(model, lambda: F.cross_entropy(model(torch.sparse.mm(links, x)), y))
-
-
-@program
-def dropout_and_layer_norm():
-    model = nn.Sequential(
-        nn.Linear(128, 256), nn.LayerNorm(256), nn.Dropout(0.2), nn.PReLU(), nn.Linear(256, 10)
-    )
-    return classifier(model, batch(64, 128))
-
-
-@program
-def ctc():
-    model, x = nn.Linear(32, 20), batch(40, 8, 32)
-    targets, long, short = torch.randint(1, 20, (8, 10)), torch.full((8,), 40), torch.full((8,), 10)
-    return usual(model, lambda: F.ctc_loss(model(x).log_softmax(-1), targets, long, short))
 
 
 # Parametrized, constrained, quantized weights.
@@ -191,37 +126,21 @@ for name, method in PARAMETRIZED.items():
     program(parametrized, name=name)
 
 
-class Symmetric(nn.Module):
-    def forward(self, x):
-        return x.triu() + x.triu(1).transpose(-1, -2)
+# Modules that torch runs by itself.
 
 
 @program
-def own_parametrization():
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 10))
-    parametrize.register_parametrization(model[0], "weight", Symmetric())
-    return classifier(model, batch(32, 64))
+def script_module():
+    return classifier(torch.jit.script(mlp(40, 48, 10)), batch(8, 40))
+
+
+@program
+def traced_module():
+    x = batch(8, 40)
+    return classifier(torch.jit.trace(mlp(40, 48, 10), x), x)
 
 
 # Operators of autograd, hooks, and functional transforms.
-
-
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx, grad):
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
-@program
-def own_function():
-    model, x = mlp(128, 256, 10), batch(64, 128)
-    return usual(model, lambda: Square.apply(model(x)).mean())
 
 
 @program
@@ -290,12 +209,6 @@ def gradients_a_sample():
     return model, optimizer, step
 
 
-@program
-def jacobian_penalty():
-    model, x = mlp(16, 32, 4), batch(8, 16)
-    return usual(model, lambda: vmap(jacrev(model))(x).square().mean())
-
-
 # Their backward makes other temporaries while a dispatch mode is active.
 
 
@@ -306,23 +219,10 @@ def product_of_a_row():
 
 
 @program
-def products_along_a_row():
-    model, x = mlp(16, 32, 64), batch(32, 16)
-    return usual(model, lambda: model(x).sigmoid().cumprod(1).mean())
-
-
-@program
 def binary_loss_with_pos_weight():
     model, x, weight = mlp(16, 32, 64), batch(32, 16), torch.full((64,), 3.0)
     y = (batch(32, 64) > 0).float()
     return usual(model, lambda: F.binary_cross_entropy_with_logits(model(x), y, pos_weight=weight))
-
-
-@program
-def orthogonal_by_householder():
-    layer = parametrizations.orthogonal(nn.Linear(64, 64), orthogonal_map="householder")
-    x = batch(8, 64)
-    return usual(layer, lambda: layer(x).square().mean())
 
 
 @program

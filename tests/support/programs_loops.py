@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-import copy
-import io
-
 import torch
 import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, RMSprop
 from torch.utils.checkpoint import checkpoint_sequential
-from torch.utils.data import DataLoader, TensorDataset
 
 # Loops: accumulation, clipping, evaluation, loaders, precisions.
-
-
-@program
-def clipping_by_norm():
-    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
-    optimizer = adamw(model)
-
-    def step():
-        F.cross_entropy(model(x), y).backward()
-        clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
 
 
 @program
@@ -69,25 +50,6 @@ def evaluation_after_the_step():
             (model(x).argmax(1) == y).float().mean().item()
         with torch.inference_mode():
             model(x)
-
-    return model, optimizer, step
-
-
-@program
-def epoch_of_a_loader():
-    model = mlp(128, 64, 10)
-    loader = DataLoader(TensorDataset(batch(64, 128), labels(64)), batch_size=16)
-    optimizer = adamw(model)
-
-    def step():
-        losses = []
-        for x, y in loader:
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-        torch.stack(losses).mean().item()
 
     return model, optimizer, step
 
@@ -148,25 +110,6 @@ def float16_with_a_scaler():
         optimizer.zero_grad()
 
     return model, optimizer, step
-
-
-@program
-def bf16_weights_with_a_float32_copy():
-    model, x, y = mlp(128, 256, 10).bfloat16(), batch(64, 128).bfloat16(), labels(64)
-    masters = nn.ParameterList(nn.Parameter(p.detach().float()) for p in model.parameters())
-    optimizer = adamw(masters)
-
-    def step():
-        F.cross_entropy(model(x).float(), y).backward()
-        for master, p in zip(masters, model.parameters(), strict=True):
-            master.grad, p.grad = p.grad.float(), None
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for master, p in zip(masters, model.parameters(), strict=True):
-                p.copy_(master)
-
-    return nn.ModuleList([model, masters]), optimizer, step
 
 
 # Less memory.
@@ -236,29 +179,3 @@ for name, make in OPTIMIZERS.items():
         return classifier(model, batch(64, 128), make(model.parameters()))
 
     program(with_optimizer, name=name)
-
-
-# What programs do with a model besides training it.
-
-
-@program
-def deep_copy_in_the_step():
-    model, optimizer, train = classifier(mlp(128, 256, 10), batch(64, 128))
-
-    def step():
-        train()
-        best = copy.deepcopy(model)
-        best.eval()
-
-    return model, optimizer, step
-
-
-@program
-def saved_in_the_step():
-    model, optimizer, train = classifier(mlp(128, 256, 10), batch(64, 128))
-
-    def step():
-        train()
-        torch.save({"model": model.state_dict(), "whole": model}, io.BytesIO())
-
-    return model, optimizer, step

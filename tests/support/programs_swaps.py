@@ -94,20 +94,6 @@ def line_search():
 
 
 @program
-def views_written_in_place():
-    model, x = mlp(64, 128, 64), batch(32, 64)
-
-    def loss():
-        h, out = model(x), torch.zeros(32, 64)
-        out[:, :32] = h[:, :32]
-        out[:, 32:].add_(h[:, 32:].tanh())
-        out[::2].mul_(2)
-        return out.square().mean()
-
-    return usual(model, loss)
-
-
-@program
 def checkpoints_of_both_kinds():
     blocks, x = nn.ModuleList(mlp(64, 256, 64) for _ in range(4)), batch(32, 64).requires_grad_()
 

@@ -4,49 +4,11 @@ import contextlib
 
 import torch
 import torch.nn.functional as F
+from support.families import tiny_config, with_dropout
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-)
 
-LLAMA = dict(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=172,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    max_position_embeddings=64,
-    use_cache=False,
-)
-
-
-BERT = dict(
-    vocab_size=256,
-    hidden_size=64,
-    intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    hidden_dropout_prob=0,
-    attention_probs_dropout_prob=0,
-)
-
-
-GPT2 = dict(
-    vocab_size=256,
-    n_embd=64,
-    n_layer=2,
-    n_head=4,
-    n_positions=64,
-    resid_pdrop=0,
-    embd_pdrop=0,
-    attn_pdrop=0,
-)
+from gradmem_lib.model.classes import model_class
 
 
 class Blocks(nn.Module):
@@ -87,27 +49,28 @@ def mlp(checkpointed):
     return Blocks(blocks, nn.Linear(256, 10), checkpointed)
 
 
-def hf(model_class, config_class, config, **more):
-    def build(checkpointed):
-        model = model_class(config_class(**config, **more))
-        if checkpointed:
-            model.gradient_checkpointing_enable(
-                gradient_checkpointing_kwargs={"use_reentrant": False}
-            )
-        return model
-
-    return build
-
-
-MODELS = {
-    "llama": hf(LlamaForCausalLM, LlamaConfig, LLAMA),
-    "llama_gqa": hf(LlamaForCausalLM, LlamaConfig, LLAMA, num_key_value_heads=2),
-    "llama_tied": hf(LlamaForCausalLM, LlamaConfig, LLAMA, tie_word_embeddings=True),
-    "gpt2": hf(GPT2LMHeadModel, GPT2Config, GPT2, use_cache=False, bos_token_id=0, eos_token_id=0),
-    "bert": hf(BertForMaskedLM, BertConfig, BERT),
-    "cnn": conv_net,
-    "mlp": mlp,
+# Of transformers: the family, and what its config has besides the sizes.
+OF_TRANSFORMERS = {
+    "llama": ("llama", {}),
+    "llama_tied": ("llama", {"tie_word_embeddings": True}),
+    "gpt2": ("gpt2", {}),
+    "bert": ("bert", {}),
 }
+OWN = {"cnn": conv_net, "mlp": mlp}
+MODELS = (*OF_TRANSFORMERS, *OWN)
+
+
+def made(name: str, checkpointed: bool, hidden: int) -> nn.Module:
+    if name in OWN:
+        return OWN[name](checkpointed)
+    family, more = OF_TRANSFORMERS[name]
+    sizes = {"vocab_size": 256, "hidden_size": hidden, "intermediate_size": 2 * hidden}
+    config = with_dropout(tiny_config(family, **sizes, num_hidden_layers=3, **more), 0.0)
+    config.use_cache = False
+    model = model_class(config)(config)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
 OPTIMIZERS = {
@@ -117,31 +80,27 @@ OPTIMIZERS = {
 }
 
 
-def build(name, *, precision="float32", checkpointed=False, optimizer="adamw", seq_len=48):
+def build(
+    name, *, precision="float32", checkpointed=False, optimizer="adamw", seq_len=48, hidden=64
+):
     """A model, its optimizer, a batch, and one training step on it."""
     torch.manual_seed(0)
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    model = MODELS[name](checkpointed).to(dtype).train()
+    model = made(name, checkpointed, hidden).to(dtype).train()
     opt = OPTIMIZERS[optimizer](model.parameters())
-    if name in ("cnn", "mlp"):
-        x = (
-            torch.randn(32, 3, 16, 16, dtype=dtype)
-            if name == "cnn"
-            else torch.randn(64, 256, dtype=dtype)
-        )
-        batch = (x, torch.randint(0, 10, (len(x),)))
+    if name in OWN:
+        shape = (32, 3, 16, 16) if name == "cnn" else (64, 256)
+        batch = (torch.randn(shape, dtype=dtype), torch.randint(0, 10, shape[:1]))
     else:
         ids = torch.randint(0, 256, (2, seq_len))
         batch = (ids, ids.clone())
 
     def step():
-        cast = (
-            torch.autocast("cpu", torch.bfloat16)
-            if precision == "autocast"
-            else contextlib.nullcontext()
-        )
+        cast = contextlib.nullcontext()
+        if precision == "autocast":
+            cast = torch.autocast("cpu", torch.bfloat16)
         with cast:
-            if name in ("cnn", "mlp"):
+            if name in OWN:
                 loss = model(*batch)
             else:
                 loss = model(input_ids=batch[0], labels=batch[1]).loss

@@ -22,6 +22,7 @@ from support.oom import (
     llama,
     rows,
     sgd,
+    stepped,
     trained,
     trains,
     updated,
@@ -107,6 +108,39 @@ def teacher_in_each_step(remedied=False):
         optimizer.zero_grad()
 
     return trained(student, optimizer, step, steps=3)
+
+
+@has(EVALUATION, SECOND)
+def teacher_of_the_whole_batch():
+    """It does not run between two micro-batches."""
+    student, teacher, x = Net(16), Net().requires_grad_(False), torch.randn(2048, 64)
+    optimizer = sgd(student)
+
+    def step(i):
+        with torch.no_grad():
+            wanted = teacher(x)
+        for part, targets in zip(x.chunk(4), wanted.chunk(4), strict=True):
+            F.mse_loss(student(part), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return trained(student, optimizer, step, steps=6)
+
+
+@has(EVALUATION)
+def chain_of_forwards_after_each_step():
+    """More than two in a row are a generation, or a validation's loop."""
+    net = Net()
+    optimizer = sgd(net)
+
+    def step(i):
+        stepped(net(torch.randn(8, 64)).square().mean(), optimizer)
+        with torch.no_grad():
+            x = torch.randn(2048, 64)
+            for _ in range(3):
+                x = net(x)
+
+    return trained(net, optimizer, step, steps=6)
 
 
 @has(GENERATION, EVALUATION)

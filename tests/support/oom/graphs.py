@@ -105,6 +105,22 @@ def predictions_of_a_function(remedied=False):
 
 
 @has(UNUSED)
+def rollouts_before_updates(remedied=False):
+    """A policy acts for some time, with gradients, before it is trained on what it has seen."""
+    policy = Net()
+    optimizer = adamw(policy)
+
+    def step(i):
+        with torch.set_grad_enabled(not remedied):
+            scores = [policy(torch.randn(128, 64)) for _ in range(24)]
+        for _ in range(2):
+            updated(policy(torch.randn(256, 64)).square().mean(), optimizer)
+        del scores
+
+    return trained(policy, optimizer, step, steps=3)
+
+
+@has(UNUSED)
 def queue_of_keys(remedied=False):
     """MoCo's queue of the last keys. ``remedied``: made under no_grad()."""
     net, keys_of = Net(), Net()
@@ -130,6 +146,21 @@ def losses_added_up(remedied=False):
     def step(i):
         losses = (F.mse_loss(net(x), y) / 6 for x, y in batches)
         added_up(losses, optimizer, remedied)
+
+    return trained(net, optimizer, step, steps=2)
+
+
+@has(ADDED_UP)
+def losses_added_up_before_a_large_step(remedied=False):
+    net = Net()
+    optimizer = sgd(net)
+
+    def step(i):
+        if i == 0:
+            losses = (net(torch.randn(512, 64)).square().mean() for _ in range(4))
+            added_up(losses, optimizer, remedied)
+        else:
+            updated(net(torch.randn(1280, 64)).square().mean(), optimizer)
 
     return trained(net, optimizer, step, steps=2)
 
@@ -176,18 +207,6 @@ def experts():
     parts = nn.ModuleList([Net(64) for _ in range(5)])
     x = torch.randn(512, 64)
     return trains(parts, lambda i: torch.stack([part(x) for part in parts]).square().mean(), adamw)
-
-
-@has()
-def crops_of_one_image():
-    """One loss compares all outputs: nothing is computed between the calls."""
-    net, crops = Net(), [torch.randn(256, 64) for _ in range(5)]
-
-    def loss(i):
-        outputs = [net(crop) for crop in crops]
-        return torch.stack(outputs).std(dim=0).mean()
-
-    return trains(net, loss, adamw)
 
 
 @has(STAY)
@@ -361,6 +380,44 @@ def curvature_by_signs():
         optimizer.step()
 
     return trained(net, optimizer, step, steps=3)
+
+
+@has(TWICE)
+def penalty_in_one_step():
+    """A penalty on gradients that comes every few steps: it needs a graph of gradients."""
+    critic = nn.Sequential(Net(), Net(), Net())
+
+    def loss(i):
+        x = torch.randn(512, 64, requires_grad=True)
+        scores = critic(x)
+        if i != 5:
+            return scores.mean()
+        (gradient,) = torch.autograd.grad(scores.sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    return trains(critic, loss, steps=8)
+
+
+@has()
+def critic_frozen_in_turns(zeros=False):
+    """Which weights are trained is asked of the optimizers too."""
+    generator, critic = nn.Linear(16, 64), Net(2048)
+    optimizers = [sgd(generator), sgd(critic)]
+
+    def step(i):
+        critic.requires_grad_(True)
+        critic(generator(torch.randn(8, 16)).detach()).mean().backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad(set_to_none=not zeros)
+        critic.requires_grad_(False)
+        stepped(critic(generator(torch.randn(8, 16))).mean(), optimizers[0])
+
+    return trained(nn.ModuleList([generator, critic]), optimizers, step, steps=3)
+
+
+@has()
+def critic_frozen_in_turns_with_zeros():
+    return critic_frozen_in_turns(zeros=True)
 
 
 @has(TWICE)

@@ -13,15 +13,18 @@ import torch.nn.functional as F
 from support.oom import (
     EVALUATION,
     EXCEPTION,
+    EXPANDED,
     FIRST_STEP,
     FULL,
     GROWS,
     SCORES,
     SECOND,
+    UNUSED,
     Net,
     adamw,
     has,
     sgd,
+    stepped,
     trained,
     trained_with,
     trains,
@@ -38,17 +41,6 @@ def losses_in_a_list(remedied=False):
 
     def keep(i, net, x, y, out, loss):
         kept.append(loss.item() if remedied else loss)
-
-    return trained_with(keep)
-
-
-@has(GROWS)
-def batches_in_a_list(remedied=False):
-    """Targets for a plot at the end."""
-    kept = []
-
-    def keep(i, net, x, y, out, loss):
-        kept.append(y.mean().item() if remedied else y.clone())
 
     return trained_with(keep)
 
@@ -73,11 +65,114 @@ def hooks_that_stay(remedied=False):
     return trained(net, optimizer, step)
 
 
+def outputs_kept(kept, when=lambda i: True, remedied=False):
+    """Training for 16 steps. ``kept`` gets the outputs of those steps for which ``when(i)``."""
+
+    def keep(i, net, x, y, out, loss):
+        if when(i) and not remedied:
+            kept.append(out.detach())
+
+    return trained_with(keep, steps=16)
+
+
+@has(GROWS)
+def outputs_after_a_warm_up(remedied=False):
+    return outputs_kept([], lambda i: i >= 4, remedied)
+
+
+@has(GROWS)
+def outputs_of_every_second_step_late(remedied=False):
+    return outputs_kept([], lambda i: i > 6 and i % 2, remedied)
+
+
 @has()
 def the_last_outputs():
     """A window for a moving average: it ends to grow after three steps."""
-    kept = deque(maxlen=3)
-    return trained_with(lambda i, net, x, y, out, loss: kept.append(out.detach()))
+    return outputs_kept(deque(maxlen=3))
+
+
+@has()
+def late_window():
+    return outputs_kept(deque(maxlen=4), lambda i: i >= 6)
+
+
+@has(FULL)
+def full_replay_buffer():
+    return outputs_kept(deque(maxlen=8))
+
+
+@has()
+def cache_that_stops():
+    return outputs_kept([], lambda i: 4 <= i < 9)
+
+
+@has()
+def snapshots_that_are_replaced():
+    """Every third step puts a new tensor in the place of the one before the last."""
+    return outputs_kept(deque(maxlen=3), lambda i: i > 3 and i % 3 == 0)
+
+
+@has(EXPANDED)
+def buffer_made_late():
+    made = []
+
+    def keep(i, net, x, y, out, loss):
+        if i == 6:
+            made.append(torch.zeros(4096, 64))
+        if made:
+            made[0][i * 256 : (i + 1) * 256] = out[:256].detach()
+
+    return trained_with(keep, steps=16)
+
+
+@has()
+def variables_of_three_steps():
+    state = {}
+
+    def keep(i, net, x, y, out, loss):
+        state["oldest"], state["old"] = state.get("old"), state.get("new")
+        state["new"] = out.detach()
+
+    return trained_with(keep, steps=16)
+
+
+@has(GROWS)
+def outputs_joined_late(remedied=False):
+    history = []
+
+    def keep(i, net, x, y, out, loss):
+        if i == 5:
+            history.append(out.detach())
+        if i > 5 and not remedied:
+            history[0] = torch.cat([history[0], out.detach()])
+
+    return trained_with(keep, steps=16)
+
+
+def heads_of_rounds(tracks_the_body, remedied):
+    """Each round trains a head of its own, and a body that all rounds share."""
+    body, kept = nn.Linear(64, 128), []
+    head = optimizer = None
+
+    def step(i):
+        nonlocal head, optimizer
+        if i % 2 == 0:
+            head = nn.Linear(128, 256)
+            optimizer = torch.optim.Adam([*body.parameters(), *head.parameters()])
+            kept.append("round" if remedied else head)
+        stepped(head(body(torch.randn(8, 64))).square().mean(), optimizer)
+
+    return trained(body if tracks_the_body else None, None, step, steps=16)
+
+
+@has(GROWS, FIRST_STEP, says="weights of earlier rounds")
+def models_of_earlier_rounds(remedied=False):
+    return heads_of_rounds(True, remedied)
+
+
+@has(GROWS, FIRST_STEP, says="weights of earlier rounds")
+def models_of_earlier_rounds_without_a_tracked_one(remedied=False):
+    return heads_of_rounds(False, remedied)
 
 
 @has(GROWS)
@@ -122,18 +217,6 @@ def hidden_state_carried(remedied=False):
 
 
 @has()
-def window_in_one_tensor():
-    """A tensor of constant length that is replaced in each step."""
-    window = torch.zeros(1024, 64)
-
-    def keep(i, net, x, y, out, loss):
-        nonlocal window
-        window = torch.cat([window[512:], out.detach()])
-
-    return trained_with(keep, steps=20)
-
-
-@has()
 def longer_and_longer_batches():
     net = Net()
 
@@ -166,20 +249,6 @@ class KeepsMasks(nn.Module):
 def masks_of_all_lengths(remedied=False):
     net = KeepsMasks(remedied)
     return trains(net, lambda i: net(torch.randn(2, 90 + 7 * i % 20, 16)).square().mean(), steps=12)
-
-
-@has()
-def first_examples():
-    """Outputs of the first three steps, for a picture at the end."""
-    net, x, kept = Net(), torch.randn(256, 64), []
-
-    def loss(i):
-        out = net(x)
-        if i < 3:
-            kept.append(out.detach())
-        return out.square().mean()
-
-    return trains(net, loss, adamw, steps=12)
 
 
 @has(GROWS, says="one row after another")
@@ -227,6 +296,38 @@ def predictions_joined_in_each_step(remedied=False):
         predictions = torch.cat([predictions, new[:0] if remedied else new])
 
     return trained(net, optimizer, step, steps=10)
+
+
+@has(GROWS)
+def outputs_of_uneven_batches(remedied=False):
+    """The largest of them belongs to a step that needs it."""
+    net, kept = nn.Linear(256, 512), []
+    optimizer = sgd(net)
+    sizes = [512, 512, 1280, *([512] * 8), 768]
+
+    def step(i):
+        outputs = net(torch.randn(sizes[i], 256))
+        updated(outputs.square().mean(), optimizer)
+        kept.append(outputs.mean().item() if remedied else outputs.detach())
+
+    return trained(net, optimizer, step, len(sizes))
+
+
+@has(GROWS, UNUSED)
+def penalty_that_keeps_its_batches(remedied=False):
+    """A batch that a kept graph needs is no data that waits."""
+    net, penalty = Net(), 0
+    optimizer = sgd(net)
+
+    def step(i):
+        nonlocal penalty
+        x = torch.randn(256, 64)
+        loss = net(x).square().mean()
+        more = net(x[:64]).abs().mean()
+        penalty = penalty + (more.item() if remedied else more)
+        updated(loss, optimizer)
+
+    return trained(net, optimizer, step, 10)
 
 
 @has(EXCEPTION)

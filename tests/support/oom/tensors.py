@@ -47,6 +47,21 @@ def data_set_on_the_device(remedied=False):
     return trains(net, loss, adamw, steps=4)
 
 
+@has(EXPANDED)
+def data_set_beside_an_evaluation(remedied=False):
+    """All rows are on the device during the steps; an evaluation without them comes first."""
+    net = Net()
+    optimizer = sgd(net)
+    with MemoryTracker(net, optimizer, live=False) as tracker:
+        with torch.no_grad():
+            net(torch.randn(4096, 64))
+        data = None if remedied else torch.zeros(65_536, 64)
+        for first in range(0, 256, 64):
+            x = torch.randn(64, 64) if remedied else data[first : first + 64]
+            updated(net(x).square().mean(), optimizer)
+    return tracker
+
+
 @has(DATA)
 def empty_replay_buffer(remedied=False):
     """It is made at once for all steps, and filled row by row. ``remedied``: off the card."""
@@ -113,6 +128,80 @@ def one_long_row(remedied=False, lengths=(32, 30, 40, 28, 400, 33, 31, 30)):
 @has()
 def rows_of_many_lengths():
     return one_long_row(lengths=(200, 330, 250, 400, 280, 310))
+
+
+class Example:
+    """A batch as an object: what it holds is not known to the tracker."""
+
+    def __init__(self, x: torch.Tensor):
+        self.x = x
+
+
+class OfExamples(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+
+    def forward(self, batch: Example) -> torch.Tensor:
+        return self.layer(batch.x)
+
+
+@has(ONE_STEP)
+def long_row_of_an_object():
+    net, lengths = OfExamples(), (16, 24, 16, 24, 128, 16)
+    return trains(net, lambda i: net(Example(torch.randn(8, lengths[i], 32))).mean(), steps=6)
+
+
+class Neighbours(nn.Module):
+    """Computes for each pair of points that are near each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 64)
+
+    def forward(self, points: torch.Tensor) -> torch.Tensor:
+        first, second = (torch.cdist(points, points) < 0.6).nonzero(as_tuple=True)
+        pairs = torch.cat([points[first], points[second]], dim=1)
+        return self.layer(pairs).relu().mean()
+
+
+@has(ONE_STEP, LOGITS)
+def more_neighbours_in_one_step():
+    """As many points in each step, and in one of them they are nearer to each other."""
+    net, sizes = Neighbours(), (4, 4, 4, 4, 1, 4)
+    return trains(net, lambda i: net(sizes[i] * torch.rand(200, 3)), steps=6)
+
+
+@has()
+def layers_that_are_trained_later():
+    net, x = nn.Sequential(Net(), nn.Linear(64, 1)), torch.randn(1024, 64)
+    net[0].requires_grad_(False)
+
+    def loss(i):
+        if i == 6:
+            net.requires_grad_(True)
+        return net(x).square().mean()
+
+    return trains(net, loss, steps=9)
+
+
+class Repeated(nn.Module):
+    """Runs one layer as often as a number says, as a diffusion or an equilibrium may."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
+        for _ in range(times):
+            x = self.layer(x).tanh()
+        return x
+
+
+@has()
+def layer_that_is_repeated_more_often():
+    net, times = Repeated(), (2, 2, 2, 2, 16, 2)
+    return trains(net, lambda i: net(torch.randn(512, 64), times[i]).mean(), steps=6)
 
 
 @has(TABLE)

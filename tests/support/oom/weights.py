@@ -33,13 +33,18 @@ from torch import nn
 from gradmem_lib import MemoryTracker
 
 
-def trained_beside(make, after=None, net=None, steps=2, remedied=False):
+def trained_beside(make, after=None, net=None, made_before=False, steps=2):
+    """``make(net)`` makes what is there beside the training, and ``after(kept, net)`` changes it
+    after each step.
+    """
     net = Net(2048) if net is None else net
-    optimizer, x, y = sgd(net), torch.randn(16, 64), torch.randn(16, 64)
+    optimizer, x = sgd(net), torch.randn(16, 64)
+    kept = make(net) if made_before else None
     with MemoryTracker(net, optimizer, live=False) as tracker:
-        kept = make(net)
+        if not made_before:
+            kept = make(net)
         for _ in range(steps):
-            stepped(F.mse_loss(net(x), y), optimizer)
+            stepped(net(x).square().mean(), optimizer)
             if after is not None:
                 after(kept, net)
         del kept
@@ -48,11 +53,72 @@ def trained_beside(make, after=None, net=None, steps=2, remedied=False):
 
 @has(COPIED)
 def deepcopy_at_save(remedied=False):
-    def make(net):
-        best = copy.deepcopy(net)
-        return None if remedied else best
+    return trained_beside(lambda net: None if remedied else copy.deepcopy(net))
 
-    return trained_beside(make)
+
+def of_one_shape() -> nn.Sequential:
+    """Layers of one shape: a dict of their clones looks like a list of batches."""
+    layers = []
+    for _ in range(6):
+        layers += [nn.Linear(64, 64), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def clones(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+def clones_with_a_graph(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.clone() for name, p in net.named_parameters()}
+
+
+@torch.no_grad()
+def in_place(average, net):
+    for name, p in net.named_parameters():
+        average[name].lerp_(p, 0.1)
+
+
+@torch.no_grad()
+def replaced(average, net):
+    for name, p in net.named_parameters():
+        average[name] = average[name] * 0.9 + p * 0.1
+
+
+def replaced_with_a_graph(average, net):
+    for name, p in net.named_parameters():
+        average[name] = average[name].detach() * 0.9 + p * 0.1
+
+
+def average_of(remedied, update, make=clones, made_before=False):
+    if remedied:
+        return trained_beside(lambda net: None, None, of_one_shape(), steps=5)
+    return trained_beside(make, update, of_one_shape(), made_before, steps=5)
+
+
+AVERAGES = {
+    "average_in_place": (in_place,),
+    "average_replaced_from_before": (replaced, clones, True),
+    "average_with_a_graph_from_before": (in_place, clones_with_a_graph, True),
+}
+# In its own turn, a forward may have used it.
+OF_THIS_TURN = {
+    "copy_with_a_graph": (None, clones_with_a_graph),
+    "average_replaced_with_a_graph_from_before": (replaced_with_a_graph, clones_with_a_graph, True),
+}
+for name, way in AVERAGES.items():
+
+    def average(remedied=False, way=way):
+        return average_of(remedied, *way)
+
+    average.__name__ = name
+    has(COPIED, says="EMA")(average)
+for name, way in OF_THIS_TURN.items():
+
+    def copies_of_this_turn(way=way):
+        return average_of(False, *way)
+
+    copies_of_this_turn.__name__ = name
+    has()(copies_of_this_turn)
 
 
 class Preferences(nn.Module):
@@ -115,57 +181,31 @@ def targets_like_a_weight(bias=False):
     return trains(net, lambda i: F.mse_loss(net(x), y))
 
 
-class SharpnessAware:
-    """SAM (arXiv:2010.01412): a step up along the gradient, whose gradient is then used."""
-
-    def __init__(self, net: nn.Module, keeps: str):
-        self.weights, self.optimizer, self.keeps = list(net.parameters()), sgd(net), keeps
-        self.kept = {}
-
-    def up(self) -> None:
-        norm = torch.stack([p.grad.norm() for p in self.weights]).norm()
-        with torch.no_grad():
-            for p in self.weights:
-                if self.keeps == "weights":
-                    self.kept[p] = p.clone()
-                    p.add_(0.05 * p.grad / norm)
-                elif self.keeps == "perturbation":
-                    self.kept[p] = 0.05 * p.grad / norm
-                    p.add_(self.kept[p])
-                else:
-                    p.add_(0.05 * p.grad / norm)
-        self.optimizer.zero_grad()
-
-    def down(self) -> None:
-        with torch.no_grad():
-            for p, kept in self.kept.items():
-                if self.keeps == "weights":
-                    p.data = kept
-                else:
-                    p.sub_(kept)
-        self.kept.clear()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-@has(GRADIENTS)
-def sharpness_aware(remedied=False, keeps="perturbation"):
-    """``remedied``: what it keeps is not on the card."""
+@has(COPIED)
+def sharpness_aware(remedied=False):
+    """SAM (arXiv:2010.01412): a step up along the gradient, whose gradient is then used.
+    ``remedied``: the weights that it goes back to are not on the card.
+    """
     net, x = Net(1024), torch.randn(64, 64)
-    sam = SharpnessAware(net, "nothing" if remedied else keeps)
+    optimizer = sgd(net)
 
     def step(i):
         net(x).square().mean().backward()
-        sam.up()
+        kept = []
+        with torch.no_grad():
+            for p in net.parameters():
+                kept.append(p.tolist() if remedied else p.clone())
+                p.add_(0.05 * p.grad)
+        optimizer.zero_grad()
         net(x).square().mean().backward()
-        sam.down()
+        for p, weight in zip(net.parameters(), kept, strict=True):
+            if remedied:
+                weight = torch.tensor(weight)
+            p.data = weight
+        optimizer.step()
+        optimizer.zero_grad()
 
-    return trained(net, sam.optimizer, step, steps=3)
-
-
-@has(COPIED)
-def sharpness_aware_with_weights(remedied=False):
-    return sharpness_aware(remedied, keeps="weights")
+    return trained(net, optimizer, step, steps=3)
 
 
 @has(ONE_LINE)
