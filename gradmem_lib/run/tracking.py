@@ -113,7 +113,7 @@ class ScriptMeter(Meter):
         self.notes[what] = None
 
     seconds_for_walks = 2.0
-    walks_everywhere = True
+    measures_a_script = True
 
     # What a tracker refuses
 
