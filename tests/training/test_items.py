@@ -381,9 +381,9 @@ def of_pairs(model, micro):
 
 def test_rows_that_belong_together_are_told_to_be_one_row():
     model = mlp(1)
-    with pytest.raises(ValueError, match="^make rows that belong together one row"):
+    with pytest.raises(ValueError, match=r"^make rows that belong together one row"):
         stepped(model, numbers(), of_pairs)
-    with pytest.raises(ValueError, match="make rows that belong together one row.*: its loss"):
+    with pytest.raises(ValueError, match=r"make rows that belong together one row.*: its loss"):
         check_pieces_add_up(
             model, numbers(), lambda micro: (of_pairs(model, micro), 1), reduction="mean"
         )
