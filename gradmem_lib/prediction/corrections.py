@@ -42,6 +42,23 @@ def _layer_norm_backward(args, out):
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+
+
+def _in_the_layout_of(x: torch.Tensor, out: tuple) -> tuple:
+    """The CPU's ``batch_norm`` and its gradient have channels last if the input ``x`` has, and are
+    contiguous beside any other strides.
+    """
+    layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    if not x.is_contiguous(memory_format=layout):
+        layout = torch.contiguous_format
+    return (None if out[0] is None else out[0].contiguous(memory_format=layout), *out[1:])
+
+
+def _batch_norm(args, out):
+    return _in_the_layout_of(args[0], _norm(1, _with_float32_statistics)(args, out))
+
+
 def _group_norm_backward(args, out):
     """The gradient of ``group_norm``'s input has the input's dtype, whatever the weight's is."""
     return (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
@@ -213,7 +230,8 @@ _EVERYWHERE |= {
 _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _norm(2, _with_float32_statistics),  # mean and 1/std
     aten.native_group_norm.default: _norm(1, _with_float32_statistics),
-    aten.native_batch_norm.default: _norm(1, _with_float32_statistics),
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: lambda args, out: _in_the_layout_of(args[1], out),
     operators.lstm_layer: _lstm,
     operators.embedding_bag: _embedding_bag,
     aten.mse_loss.default: _loss_reduced_in_place(2),
