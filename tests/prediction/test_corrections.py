@@ -219,6 +219,22 @@ OTHERS = {
         )
         for name, x in LAYOUTS.items()
     },
+    "log_softmax_backward": (
+        aten._log_softmax_backward_data,
+        LAYOUTS["a transposed input"],
+        LAYOUTS["a transposed input"],
+        1,
+        torch.float32,
+    ),
+    "logsigmoid": (aten.log_sigmoid_forward, LAYOUTS["channels last"]),
+    "huber_loss_backward": (aten.huber_loss_backward, rand(), rand(4, 3).t(), rand(3, 4), 1, 1.0),
+    "mse_loss_backward of columns": (
+        aten.mse_loss_backward,
+        rand(),
+        rand(4, 3).t(),
+        rand(3, 4),
+        1,
+    ),
     **{
         f"group_norm_backward of {dtype}": (
             aten.native_group_norm_backward,
