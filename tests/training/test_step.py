@@ -16,6 +16,7 @@ from transformers.optimization import Adafactor
 from gradmem_lib import AdamW8bit, Recipe, prepare, step
 from gradmem_lib.course import models
 from gradmem_lib.optimizers import ADAFACTOR_EPS, RELATIVE_RATE
+from gradmem_lib.techniques.checkpointing import checkpoints_of
 from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
 from gradmem_lib.training.prepare import RATE
 
@@ -202,6 +203,16 @@ def test_checkpoints_of_every_layer_ask_for_no_more_than_that():
     assert model.asked == {"use_reentrant": False}
     made.undo.close()
     assert model.asked is None
+
+
+def test_what_transformers_cannot_checkpoint_is_checkpointed_here():
+    """As LayoutLMv3, whose layers it does not call through a checkpoint."""
+    model = llama()
+    model.supports_gradient_checkpointing = False
+    prepared = prepare(model, Recipe(checkpointing="per-layer"))
+    assert len(checkpoints_of(model)) == 1
+    prepared.undo.close()
+    assert not checkpoints_of(model)
 
 
 def test_training_mode_is_for_a_model_that_is_in_eval_mode_as_a_whole():
