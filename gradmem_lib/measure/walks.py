@@ -37,9 +37,13 @@ class Walks:
             self.height = self.recording.total
         if self.count >= MOST_WALKS or self.recording.total <= HIGHER * self.height:
             return
-        allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
-        if self.spent + self.last <= allowed:
+        if self.has_time():
             self.walk(frame, in_a_step=True)
+
+    def has_time(self) -> bool:
+        """Whether there is time for a walk like the last one."""
+        allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
+        return self.spent + self.last <= allowed
 
     def walk(
         self,

@@ -492,9 +492,11 @@ def test_a_state_of_a_module_is_no_optimizers(measured):
     assert "LBFGS" not in said.causes[0].remedy
 
 
-def test_a_number_in_a_function_that_an_error_ends_is_named(measured):
-    body = "".join(f"    {line}\n" for line in RUNNING_MEAN.splitlines())
-    said = measured(f"def main():\n{body}    1 / 0\nmain()\n")
+@pytest.mark.parametrize("end", ["1 / 0", "return"])
+def test_a_number_in_a_function_that_ends_is_named(end, measured):
+    longer = RUNNING_MEAN.replace("range(12)", "range(20)")
+    body = "".join(f"    {line}\n" for line in longer.splitlines())
+    said = measured(f"def main():\n{body}    {end}\nmain()\n")
     assert "`mean in main()`" in said.growing_graph
 
 
