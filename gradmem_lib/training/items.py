@@ -38,6 +38,10 @@ class LossIsNoMean(ValueError):
     """
 
 
+class NoLoss(ValueError):
+    """A model, or a loss that was given, has returned no scalar."""
+
+
 class _Found(NamedTuple):
     rule: Rule
     ignored_labels: bool  # whether the loss was also asked about labels of -100
@@ -110,6 +114,8 @@ def find_rule(
             return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
         with asking_loss(inner, loss_of, processes) as question:
             draws_numbers = question.changes(*groups[:1])
+        if isinstance(answer.error, NoLoss):
+            raise answer.error
         raise _refusal(inner, draws_numbers, how, items, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):

@@ -159,6 +159,9 @@ def test_what_is_no_loss_is_named():
             step(model, [], torch.ones(rows, 2), recipe)
     with pytest.raises(ValueError, match="returned NoneType where"):
         step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
+    with pytest.raises(ValueError, match=r"^put labels into the batch.*returned NoneType"):
+        cut = Recipe(attention=None, accumulation=2)
+        step(model, [], torch.ones(4, 2), cut, loss=lambda m, b: {"a": m(b).mean()}.get("loss"))
 
 
 class Older(LlamaForCausalLM):
