@@ -28,7 +28,7 @@ from .cause import (
 )
 from .facts import BETWEEN_STEPS, Facts, total
 from .made_by_forwards import lines_of_results
-from .paths import MODULE_ATTRIBUTE, Held
+from .paths import ITERATOR, MODULE_ATTRIBUTE, Held
 from .source_lines import source_line
 from .timeline import Holder
 
@@ -57,10 +57,10 @@ WITHOUT_A_NAME = (
     "has zeros between its rows: take it of one row after another, and reduce each at once."
 )
 HELD_BY_NO_NAME = (
-    "no list and no variable of Python's keeps them. Look at what this line calls: a "
-    "torch.autograd.Function that puts its own output on ctx keeps it until Python's collector "
-    "runs (write ctx.save_for_backward(y) in place of ctx.y = y), and a library may have a queue "
-    "or a buffer."
+    "no list and no variable of the script keeps them. Look at what this line calls, and where its "
+    "results go: a torch.autograd.Function that puts its own output on ctx keeps it until Python's "
+    "collector runs (write ctx.save_for_backward(y) in place of ctx.y = y), and a library may have "
+    "a queue, a buffer, or a callback that was given them (weakref.finalize)."
 )
 OF_A_LONGER_ONE = (
     "keep only numbers of it, or put the pieces into a list off the card, "
@@ -383,6 +383,11 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
             f"the cache of `{name}` keeps all its results: give it a limit, "
             f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
         )
+    if held.kind == ITERATOR:
+        return (
+            f"`{name}` keeps what it has given, as itertools.cycle(loader) does: write a generator "
+            "that goes over the loader again, while True: yield from loader."
+        )
     if held.kind == "window":
         return (
             f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
@@ -471,9 +476,9 @@ GROWING_TENSOR = Row(
 def _has_survived(holder: Holder, facts: Facts) -> bool:
     """Whether it was joined before the peak's step, or before the last forward of an evaluation.
 
-    A batch is made before the step that it belongs to, but it is no sum of earlier ones.
+    A batch is made before the step that it belongs to, but it does not continue earlier ones.
     """
-    if holder.op != "aten.cat":
+    if not holder.continues:
         return False
     if facts.time_of(holder) == facts.peak_time - 1:
         return True

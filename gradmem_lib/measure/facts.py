@@ -99,9 +99,13 @@ class Facts:
 
     @property
     def samples_of_the_step(self) -> tuple[int, int]:
-        """The first and the last sample of the peak's step."""
-        of_step = self.samples[self.rows[:, STEP] == self.peak.step]
-        return int(of_step[0]), int(of_step[-1])
+        """The first and the last sample of the peak's step, without what comes before and after
+        its forwards, backwards and updates.
+        """
+        of_step = self.rows[:, STEP] == self.peak.step
+        trains = of_step & (self.rows[:, MOMENT] != MOMENTS.index(BETWEEN_STEPS))
+        samples = self.samples[trains if trains.any() else of_step]
+        return int(samples[0]), int(samples[-1])
 
     def is_a_row_of_weights(self, holder: Holder) -> bool:
         """Whether it has the shape of a parameter for each row, as ``torch.func.vmap`` makes it."""

@@ -68,13 +68,14 @@ class Meter(ParameterMeter):
         # of the model, as they were when these were last asked for
         self._structure = NO_MODEL
         self._optimized: frozenset[str] | None = None
-        self.walks = Walks(recording, self.seconds_for_walks)
+        self.walks = Walks(recording, self.seconds_for_walks, self.measures_a_script)
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
 
     # what walks may take in addition to their share of the run's time
     seconds_for_walks = 0.5
-    walks_everywhere = False  # also behind the names of all libraries, once
+    # Then the last walk looks behind the names of all libraries too.
+    measures_a_script = False
 
     def __enter__(self) -> None:
         if self.model is not None:

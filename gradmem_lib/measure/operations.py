@@ -242,6 +242,10 @@ class OperationMeter:
         autograd keep a Python number for it?
         """
         self._note_expansion(entry, args)
+        if entry.op is operators.join:
+            parts = map(self.recording.entry_of, tensors_in(args))
+            made = {(part.line, part.op) for part in parts if part is not None}
+            entry.continues = (entry.line, entry.op) in made
         # A copy of the weights that is made with a graph looks like a forward without modules.
         in_no_module = entry.moment == TRAINING_FORWARD and not self.stack
         outside = entry.moment == BETWEEN_STEPS or in_no_module

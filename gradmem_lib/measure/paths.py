@@ -57,7 +57,8 @@ BOXES = ("list", "dict", "cache", "window")
 ATTRIBUTE, MODULE_ATTRIBUTE = "attribute", "attribute of a module"
 EXCEPTION = "exception"
 # These say more of why a tensor is there than the list or dict that it is in.
-TELLING = (EXCEPTION, "cache", "optimizer", "gradient")
+ITERATOR = "iterator"
+TELLING = (EXCEPTION, "cache", ITERATOR, "optimizer", "gradient")
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
 
 
@@ -127,8 +128,12 @@ def who_holds(
         own, of_libraries = _names_of_frames(frames)
         handled = Edge("the error that is handled", sys.exc_info()[1], EXCEPTION)
         walk.search([*_names_of_modules(own=True), *own, handled])
+        iterators: list[Edge] = []
+        if not walk.has_enough():
+            generators, iterators = _names_of_loops()
+            walk.search(generators)
         walk.in_script = False
-        walk.search(of_libraries)
+        walk.search([*of_libraries, *iterators])
         if not everywhere and walk.is_complete and not walk.has_enough():
             for key in wanted:
                 walk.claim(key, NOBODY)
@@ -434,6 +439,27 @@ def _names_of_frames(frames: Iterable[types.FrameType]) -> tuple[list[Edge], lis
     return own, of_libraries
 
 
+def _names_of_loops() -> tuple[list[Edge], list[Edge]]:
+    """What a ``for`` goes over may have no name: the variables of the user's generators, and all
+    other iterators.
+    """
+    things = gc.get_objects()
+    kinds = set(filter(_is_iterator, map(type, things)))
+    frames, iterators = list[types.FrameType](), list[Edge]()
+    for thing in things:
+        kind = type(thing)
+        if kind is types.GeneratorType and thing.gi_frame is not None:
+            frames.append(thing.gi_frame)
+        elif kind in kinds:
+            iterators.append(Edge(f"a loop's {kind.__name__}", thing))
+    generators, _ = _names_of_frames(frames)
+    return generators, iterators
+
+
+def _is_iterator(kind: type) -> bool:
+    return any("__next__" in vars(base) for base in kind.__mro__)
+
+
 def _is_of_a_script(space: dict) -> bool:
     file = space.get("__file__")
     return type(file) is str and is_of_a_script(file)
@@ -579,7 +605,7 @@ def _of_a_module(thing: nn.Module) -> Iterator[Edge]:
 
 
 def _of_a_tensor(thing: torch.Tensor) -> Iterator[Edge]:
-    if thing.is_leaf and thing.grad is not None:
+    if (thing.is_leaf or thing.retains_grad) and thing.grad is not None:
         yield Edge(".grad", thing.grad, "gradient")
     yield from _own_attributes(thing)
 
@@ -614,6 +640,7 @@ def _of_objects(kind: Any) -> Callable[[Any], Iterator[Edge]]:
     """A function that gives what an object of this class refers to, in its slots too."""
     members = [member for base in kind.__mro__ for member in vars(base).items()]
     slots = [(name, slot) for name, slot in members if type(slot) is types.MemberDescriptorType]
+    of_an_iterator = ITERATOR if _is_iterator(kind) else ""
 
     def edges(thing: Any) -> Iterator[Edge]:
         yield from _own_attributes(thing)
@@ -623,7 +650,7 @@ def _of_objects(kind: Any) -> Callable[[Any], Iterator[Edge]]:
         if not _attributes(thing):  # an iterator, or an object of an extension
             for value in gc.get_referents(thing):
                 if not issubclass(type(value), type):
-                    yield Edge("", value)
+                    yield Edge("", value, of_an_iterator)
 
     return edges
 

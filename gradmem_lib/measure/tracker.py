@@ -426,6 +426,7 @@ class MemoryTracker:
                     is_result=entry.is_result,
                     computed_from=SOURCES[entry.source],
                     updated=entry.updated,
+                    continues=entry.continues,
                     held=(likely or {}).get(id(entry)) or entry.held,
                 )
             )
@@ -465,7 +466,7 @@ class MemoryTracker:
     def _after_sample(self, allocated: int, func: object) -> None:
         recording, meter = self._recording, self._meter
         if allocated and self.budget is not None and recording.total > self.budget:
-            meter.walks.walk(sys._getframe(1), everywhere=meter.walks_everywhere)
+            meter.walks.walk(sys._getframe(1), everywhere=meter.measures_a_script)
             meter.find_waiting_optimizers()  # they tell which models are in training
             meter.sync()
             meter.tag_states_being_made()

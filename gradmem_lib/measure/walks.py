@@ -1,5 +1,6 @@
 """Walks ask who holds each storage: before a forward if a fifth more is alive than at the walk
-before, at an error or a budget, and at the end.
+before, at an error or a budget, and at the end. A script has ended then, with its functions, so it
+is asked before its first forward too.
 """
 
 from __future__ import annotations
@@ -20,23 +21,29 @@ SMALL = 1 / 2000  # of the live bytes: nobody asks who holds such a storage
 
 
 class Walks:
-    """``seconds``: what walks may take in addition to their share of the run's time."""
+    """``seconds``: what walks may take in addition to their share of the run's time. ``at_once``:
+    the first forward is asked.
+    """
 
-    def __init__(self, recording: Recording, seconds: float):
-        self.recording, self.seconds = recording, seconds
+    def __init__(self, recording: Recording, seconds: float, at_once: bool):
+        self.recording, self.seconds, self.at_once = recording, seconds, at_once
         self.begun, self.spent, self.last, self.count = time.perf_counter(), 0.0, FIRST, 0
         self.height = 0  # live bytes at the last walk
 
     def look(self, frame: FrameType | None) -> None:
         """Walk, if it is worth it and there is time for it."""
         self.recording.drain()
-        if not self.height:  # nothing is old before the first forward
+        if not self.height and not self.at_once:  # the functions that run go on after the end
             self.height = self.recording.total
         if self.count >= MOST_WALKS or self.recording.total <= HIGHER * self.height:
             return
-        allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
-        if self.spent + self.last <= allowed:
+        if self.has_time():
             self.walk(frame, in_a_step=True)
+
+    def has_time(self) -> bool:
+        """Whether there is time for a walk like the last one."""
+        allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
+        return self.spent + self.last <= allowed
 
     def walk(
         self,

@@ -42,6 +42,23 @@ def _layer_norm_backward(args, out):
     return (None if out[0] is None else out[0].contiguous(), *out[1:])
 
 
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
+
+
+def _in_the_layout_of(x: torch.Tensor, out: tuple) -> tuple:
+    """The CPU's ``batch_norm`` and its gradient have channels last if the input ``x`` has, and are
+    contiguous beside any other strides.
+    """
+    layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+    if not x.is_contiguous(memory_format=layout):
+        layout = torch.contiguous_format
+    return (None if out[0] is None else out[0].contiguous(memory_format=layout), *out[1:])
+
+
+def _batch_norm(args, out):
+    return _in_the_layout_of(args[0], _norm(1, _with_float32_statistics)(args, out))
+
+
 def _group_norm_backward(args, out):
     """The gradient of ``group_norm``'s input has the input's dtype, whatever the weight's is."""
     return (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
@@ -71,6 +88,10 @@ def _require_one_dtype(args, out):
     return _refuse_dtypes([t for t in _tensors(args) if t.is_floating_point()], out)
 
 
+def _with_one_dtype(correct: Callable) -> Callable:
+    return lambda args, out: correct(args, _require_one_dtype(args, out))
+
+
 def _require_one_dtype_of_all(args, out):
     """The same for a product, where whole numbers too are refused beside other numbers."""
     return _refuse_dtypes(_tensors(args), out)
@@ -84,6 +105,16 @@ def _refuse_dtypes(tensors: list[torch.Tensor], out):
             "the weights' dtype"
         )
     return out
+
+
+def _contiguous(args, out):
+    """These kernels allocate what they return without a look at the strides of what they read."""
+    return out.contiguous()
+
+
+def _mean_loss_backward(args, out):
+    """It has the input's dtype, where PyTorch's fake has the widest one."""
+    return out.to(args[1].dtype).contiguous()
 
 
 def _norm(position: int, mixed: Callable = lambda args, out: out) -> Callable:
@@ -201,6 +232,7 @@ _EVERYWHERE: dict[object, Callable] = {
     all_reduce: lambda args, out: finished_all_reduce(args[0]),
     aten.native_group_norm.default: _norm(1),
     aten.native_batch_norm.default: _norm(1),
+    operators.log_softmax_backward: _contiguous,
 } | dict.fromkeys(operators.ops_of_one_dtype, _require_one_dtype)
 _EVERYWHERE |= dict.fromkeys(operators.products, _require_one_dtype_of_all)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
@@ -213,9 +245,11 @@ _EVERYWHERE |= {
 _ON_CPU = _EVERYWHERE | {
     aten.native_layer_norm.default: _norm(2, _with_float32_statistics),  # mean and 1/std
     aten.native_group_norm.default: _norm(1, _with_float32_statistics),
-    aten.native_batch_norm.default: _norm(1, _with_float32_statistics),
+    aten.native_batch_norm.default: _batch_norm,
+    aten.native_batch_norm_backward.default: lambda args, out: _in_the_layout_of(args[1], out),
     operators.lstm_layer: _lstm,
     operators.embedding_bag: _embedding_bag,
+    aten.log_sigmoid_forward.default: lambda args, out: tuple(_contiguous(args, t) for t in out),
     aten.mse_loss.default: _loss_reduced_in_place(2),
     aten.smooth_l1_loss.default: _loss_reduced_in_place(2),
     aten.soft_margin_loss.default: lambda args, out: _loss_reduced_in_place(2)(
@@ -224,16 +258,13 @@ _ON_CPU = _EVERYWHERE | {
     aten.binary_cross_entropy.default: lambda args, out: _loss_reduced_in_place(3)(
         args, _require_one_dtype(args, out)
     ),
-    **{
-        op.default: lambda args, out: out.to(args[1].dtype)  # PyTorch's fake has the widest dtype
-        for op in (
-            aten.mse_loss_backward,
-            aten.smooth_l1_loss_backward,
-            aten.soft_margin_loss_backward,
-        )
-        if op.default not in operators.ops_of_one_dtype
-    },
+    aten.mse_loss_backward.default: _mean_loss_backward,
+    aten.smooth_l1_loss_backward.default: _mean_loss_backward,
+    aten.huber_loss_backward.default: _mean_loss_backward,
+    aten.soft_margin_loss_backward.default: lambda args, out: out.to(args[1].dtype),
 }
+for _op in operators.ops_of_one_dtype:
+    _ON_CPU[_op] = _with_one_dtype(_ON_CPU[_op])
 _ON_CARD = _EVERYWHERE | dict.fromkeys(operators.recurrent, _refuse_cudnn_rnn)
 _ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
     args, _norm(2)(args, out)

@@ -92,6 +92,11 @@ def _any(mode: "QuickFakeMode", args: tuple) -> bool | None:
     return known if isinstance(known, bool) else None
 
 
+def _are_true(mode: "QuickFakeMode", args: tuple) -> bool:
+    """Whether the arguments of a distribution are valid: those of a training that works are."""
+    return True
+
+
 _aten = torch.ops.aten
 _KNOWN_VALUES: dict[Any, Callable] = {
     _aten.rand.default: _uniform,
@@ -102,6 +107,7 @@ _KNOWN_VALUES: dict[Any, Callable] = {
     _aten.isinf.default: _is_not_finite,
     _aten.isnan.default: _is_not_finite,
     _aten.any.default: _any,
+    operators.all_are_true: _are_true,
 }
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -39,6 +41,7 @@ from .steps import StepPeak, StepPeaks
 
 # Graphs of fewer steps are ordinary: a running mean over a window has one.
 MANY_STEPS = 10
+FIRST_LOOK = 16  # steps, when graphs are looked at; then after four times as many, and at the end
 STEPS_OF_GRAPHS = 10_000
 
 
@@ -105,6 +108,7 @@ class ScriptMeter(Meter):
         self.host = Host()
         self.step_begins = list[int]()  # autograd's next number when each step began
         self.long_graph = "", 0
+        self.next_look = FIRST_LOOK
         self.limit: int | None = None
         self.at_limit: Callable[[], None] | None = None
         self.notes: dict[str, None] = {}
@@ -113,7 +117,7 @@ class ScriptMeter(Meter):
         self.notes[what] = None
 
     seconds_for_walks = 2.0
-    walks_everywhere = True
+    measures_a_script = True
 
     # What a tracker refuses
 
@@ -169,6 +173,9 @@ class ScriptMeter(Meter):
         self.look_at_the_host(finished)
         if with_grad and len(self.step_begins) <= min(finished, STEPS_OF_GRAPHS):
             self.step_begins.append(next_sequence_nr())
+        if finished >= self.next_look and self.walks.has_time():
+            self.next_look *= 4
+            self._look_at_graphs(sys._getframe(1), None)
         if with_grad and finished > self.steps.count:  # a new step begins
             with self.lock:
                 self.steps.add(self.recording.next_window(), self.recording.total, finished)
@@ -218,7 +225,14 @@ class ScriptMeter(Meter):
         with self.lock:
             self.recording.drain()
             self.walks.walk(sys._getframe(1), error, everywhere=True)
-            self.long_graph = longest_graph(sys._getframe(1), error, self.step_begins)
+            self._look_at_graphs(sys._getframe(1), error)
+
+    def _look_at_graphs(self, frame: FrameType, error: BaseException | None) -> None:
+        """Find the number with the longest graph; the variables of a function end with it."""
+        began = time.perf_counter()
+        found = longest_graph(frame, error, self.step_begins)
+        self.walks.spent += time.perf_counter() - began
+        self.long_graph = max(self.long_graph, found, key=lambda graph: graph[1])
 
     def find_waiting_optimizers(self) -> None:
         super().find_waiting_optimizers()

@@ -37,6 +37,7 @@ RANDOM = (
     "draw random numbers in the data's collator, or only in training "
     "(F.dropout(x, p, training=self.training)), and leave what the loss reads as it is"
 )
+PAIRS = "make rows that belong together one row, as {'chosen': ..., 'rejected': ...} does"
 SAME_ROWS = "is another one each time for the same rows, also in eval mode"
 
 

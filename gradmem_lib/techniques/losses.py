@@ -30,7 +30,14 @@ def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor,
     inputs = dict(packed_by_position(_without_labels(batch)))
     if takes_argument(model, "use_cache"):
         inputs["use_cache"] = False
-    logits, labels = model(**inputs).logits, batch["labels"]
+    output, labels = model(**inputs), batch["labels"]
+    logits = output.logits
+    if getattr(output, "aux_loss", None) is not None:
+        raise ValueError(
+            "set model.config.output_router_logits = False, or train the model's own loss, "
+            "model(**batch).loss, without accumulation: it has a part that balances the experts "
+            "and compares all tokens of a batch, which this sum does not have"
+        )
     if logits.shape[1] != labels.shape[1]:
         raise ValueError(
             f"take the model's own loss, model(**batch).loss: it made logits of {logits.shape[1]} "

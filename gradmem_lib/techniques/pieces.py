@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from .asking import RANDOM, SAME_ROWS, Question, asking, first_line
+from .asking import PAIRS, RANDOM, SAME_ROWS, Question, asking, first_line
 from .counts import check_reduction, checked_pair
 from .data_parallel import processes_of
 from .splitting import count_rows, split
@@ -77,7 +77,10 @@ def check_pieces_add_up(
         if refused and question.changes(batch, differ=partial(_differ, question)):
             difference = f"{RANDOM}: the loss {SAME_ROWS}"
     if error is not None:
-        raise ValueError(f"its loss for a few rows raised {first_line(error)}") from error
+        raise ValueError(
+            f"let loss_and_count take any number of rows, or {PAIRS}: its loss for a few rows "
+            f"raised {first_line(error)}"
+        ) from error
     if refused:
         difference = difference or "another process found a difference"
         raise ValueError(f"{difference}. Accumulation would train another loss")

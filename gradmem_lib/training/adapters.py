@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -119,18 +120,41 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     module has too. Returns ``model`` as an ordinary model, to save and load anywhere.
 
     For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4
-    bits, whose rounding would lose them.
+    bits, whose rounding would lose them, and for a ``peft`` model that adds tokens, not weights.
     """
+    if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
+        raise ValueError(
+            "write what was trained with model.save_pretrained(folder): tokens that are put before "
+            "each row, as of prompt and prefix tuning, are in no weight of the base"
+        )
+    owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+
+    def let_own(layer: nn.Module) -> None:
+        if owners[id(layer.weight)] > 1:  # an embedding, say, has it too, and keeps it
+            own_weight = layer.weight.detach().clone()
+            layer.weight = nn.Parameter(own_weight, requires_grad=False)
+
     if hasattr(model, "merge_and_unload"):
-        return model.merge_and_unload()
+        for module in model.modules():
+            if hasattr(module, "get_base_layer"):
+                let_own(module.get_base_layer())
+        return _untied_in_config(model.merge_and_unload())
     layers = sorted(
         adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter)
     )
     # those in 4 bits come first: they are refused before anything changes
-    owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
     for name, module in layers:
-        if owners[id(module.base.weight)] > 1:  # an embedding, say, has it too, and keeps it
-            own_weight = module.base.weight.detach().clone()
-            module.base.weight = nn.Parameter(own_weight, requires_grad=False)
+        let_own(module.base)
         model.set_submodule(name, module.merged())
+    return model
+
+
+def _untied_in_config(model: nn.Module) -> nn.Module:
+    """``model``, whose config says so if its head has no longer the embedding's weight: to load it
+    would tie them again.
+    """
+    config: Any = getattr(model, "config", None)
+    if getattr(config, "tie_word_embeddings", False):
+        head = model.get_output_embeddings()
+        config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     return model

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..compat.fake_tensors import FakeTensor, has_numbers
 from ..measure.storages import tensors_in
 from ..model.wrappers import inside_peft, inside_wrapper
-from ..techniques.asking import RANDOM, SAME_ROWS, asking_loss, first_line
+from ..techniques.asking import PAIRS, RANDOM, SAME_ROWS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
 from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels, rules_of
@@ -36,6 +36,10 @@ class LossIsNoMean(ValueError):
     """A loss that must not be cut: a few rows show that the losses of pieces do not add up to the
     batch's, or the loss differs from call to call, so that nothing can be shown.
     """
+
+
+class NoLoss(ValueError):
+    """A model, or a loss that was given, has returned no scalar."""
 
 
 class _Found(NamedTuple):
@@ -110,6 +114,8 @@ def find_rule(
             return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
         with asking_loss(inner, loss_of, processes) as question:
             draws_numbers = question.changes(*groups[:1])
+        if isinstance(answer.error, NoLoss):
+            raise answer.error
         raise _refusal(inner, draws_numbers, how, items, answer) from answer.error
     number = agreed[0] % len(rules)
     if agreed[0] >= len(rules):
@@ -190,7 +196,8 @@ def _refusal(
     kind: type[ValueError] = LossIsNoMean
     found = answer.sentence or "another process found it"
     if answer.error is not None:
-        kind, advice = ValueError, f"let the model take any number of rows, or {UNCUT}"
+        kind = ValueError
+        advice = f"let the model take any number of rows, or {PAIRS}, or {UNCUT}"
         found = f"was computed for a few rows, and this raised {first_line(answer.error)}"
     elif draws_numbers:
         advice, found = f"{RANDOM}, or {UNCUT}", SAME_ROWS
@@ -215,6 +222,8 @@ def _refusal(
             "or items='targets' for the name of labels or weights, or the sum of the labels' "
             f"weights if it weighs classes; or, if it adds several means, {SUMS}; or {UNCUT}"
         )
+        if answer.needs_other_rows:
+            advice = f"{PAIRS}; or {advice}"
         found = f"is no mean over labels or rows: {found}"
     if not answer.finite:  # as of weights that are not made yet: it proves nothing
         kind = ValueError

@@ -82,9 +82,9 @@ def check_accumulation(trainer: Trainer) -> None:
     if args.world_size > 1:
         how += f" over {args.world_size} processes"
     raise ValueError(
-        f"{how} trains another loss with {name}: {context}{len(rows)} rows have the loss "
-        f"{together:.6g} in one micro-batch, and {in_pieces:.6g} as {name} puts it together from "
-        f"pieces. {_advice(together, in_pieces, trainer)}"
+        f"{_advice(together, in_pieces, trainer)}: {how} trains another loss with {name}; {context}"
+        f"{len(rows)} rows have the loss {together:.6g} in one micro-batch, and {in_pieces:.6g} as "
+        f"{name} puts it together from pieces"
     )
 
 
@@ -115,24 +115,25 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
     ratio = in_pieces / together if together else 0.0
     if divides and pieces > 1 and math.isclose(ratio, 1 / pieces, rel_tol=1e-3):
         return (
-            "It is divided twice: by compute_loss and by Trainer. Set loss_is_scaled_for_ga = True "
-            "in the class, or leave the division to Trainer"
+            "set loss_is_scaled_for_ga = True in the class, or leave the division to Trainer, "
+            "since compute_loss and Trainer both divide"
         )
     if not divides and pieces > 1 and math.isclose(ratio, pieces, rel_tol=1e-3):
         return (
-            "Nobody divides it: set loss_is_scaled_for_ga = False in the class if compute_loss "
-            "returns the mean of its micro-batch, and Trainer divides"
+            "set loss_is_scaled_for_ga = False in the class if compute_loss returns the mean of "
+            "its micro-batch, since nobody divides"
         )
     if processes > 1 and math.isclose(ratio, 1 / processes, rel_tol=1e-3):
         return (
-            "The processes' gradients are averaged, so a loss that is divided by the items of all "
-            "of them (num_items_in_batch) has to be multiplied by their number: "
-            "loss * self.accelerator.num_processes"
+            "return loss * self.accelerator.num_processes from compute_loss, since the processes' "
+            "gradients are averaged, and this loss is divided by the items of all of them "
+            "(num_items_in_batch)"
         )
     return (
-        "A loss that adds several means, or means of unequally many tokens, is such a loss. Use "
-        "gradient_accumulation_steps=1 with checkpointing to save memory; or write the loop with "
-        "accumulate_gradients, where loss_and_count returns a sum and a count for each mean"
+        "return a sum divided by num_items_in_batch from compute_loss; or, for a loss that adds "
+        "several means, write the loop with accumulate_gradients, where loss_and_count returns a "
+        "sum and a count for each mean; or use gradient_accumulation_steps=1 with checkpointing to "
+        "save memory"
     )
 
 

@@ -270,7 +270,8 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     every, name = recipe.checkpoint_interval, checkpointing_name(model)
     if every is None and recipe.checkpointing is None:
         return
-    if every is not None and name is not None and not recipe.layers:
+    by_transformers = name is not None and getattr(model, "supports_gradient_checkpointing", True)
+    if every is not None and by_transformers and not recipe.layers:
         enable, disable = (getattr(model, f"{name}_{verb}") for verb in ("enable", "disable"))
         enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
         undo.callback(disable)

@@ -69,6 +69,12 @@ class Answer:
         return False
 
     @property
+    def needs_other_rows(self) -> bool:
+        """Whether no row alone has a loss that is a number, and several together have one."""
+        alone = [loss for row in self.table for loss in row.alone]
+        return bool(alone) and self.finite and not any(map(math.isfinite, alone))
+
+    @property
     def shows_nothing(self) -> bool:
         """Whether all losses are 0: then each rule looks right."""
         all_zero = not any(row.scale for row in self.table)

@@ -28,7 +28,7 @@ from ..techniques.losses import packed_by_position
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
 from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
-from .items import LossIsNoMean, find_rule
+from .items import LossIsNoMean, NoLoss, find_rule
 from .losses import check_pieces, chunked_loss, usual_rule
 from .recipe import Recipe
 from .window import Window
@@ -363,8 +363,8 @@ def loss_of(model: nn.Module, batch: Any, recipe: Recipe) -> Tensor:
 
 def check_loss(value: Any, model: nn.Module) -> None:
     if not isinstance(value, Tensor) or value.numel() != 1:
-        raise ValueError(
-            f"{type(model).__name__} returned {described(value)} where a scalar loss was expected: "
+        raise NoLoss(
             "put labels into the batch, or give loss=lambda model, batch: ... that returns the "
-            "scalar"
+            f"scalar: {type(model).__name__} returned {described(value)} where a scalar loss was "
+            "expected"
         )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from support.measured_scripts import START, measure
-from support.oom import COPIED
+from support.oom import COPIED, DATA
 
 from gradmem_lib.measure.causes_of_growth import COLLECTED, GROWTH
 
@@ -78,6 +78,55 @@ PROGRAMS = {
         GROWTH,
         "`noise`",
         "return torch.randn",
+    ),
+    "what a loop without a name goes over": Program(
+        "from itertools import cycle\n"
+        "batches = (torch.randn(512, 64) for _ in range(99))\n"
+        "for i, x in enumerate(cycle(batches)):\n"
+        "    step(x)\n"
+        "    if i == 10:\n"
+        "        break\n",
+        "cycle(batches)",
+        "batches",
+        GROWTH,
+        "`a loop's cycle`",
+        "batches = (torch.randn",
+    ),
+    "a variable of a generator": Program(
+        "def batches():\n"
+        "    seen = []\n"
+        "    while True:\n"
+        "        seen.append(torch.randn(512, 64))\n"
+        "        yield seen[-1]\n"
+        "for i, x in enumerate(batches()):\n"
+        "    step(x)\n"
+        "    if i == 10:\n"
+        "        break\n",
+        "yield seen[-1]",
+        "yield seen.pop()",
+        GROWTH,
+        "`seen`",
+        "seen.append(",
+    ),
+    "rows that a function sorts into batches": Program(
+        "def batches():\n"
+        "    chunk = []\n"
+        "    for i in range(520):\n"
+        "        chunk.append(torch.randn(1 + i % 100, 64))\n"
+        "        if len(chunk) == 500:\n"
+        "            chunk.sort(key=len)\n"
+        "            for i in range(0, len(chunk), 20):\n"
+        "                yield torch.cat(chunk[i : i + 20])\n"
+        "            chunk = []\n"
+        "def main():\n"
+        "    for x in batches():\n"
+        "        step(x)\n"
+        "main()\n",
+        "== 500",
+        "== 20",
+        DATA,
+        "chunk[…] in batches()",
+        "torch.randn(1 + i",
     ),
     "a metric with its graph": Program(
         "class Metric:\n"
@@ -443,9 +492,11 @@ def test_a_state_of_a_module_is_no_optimizers(measured):
     assert "LBFGS" not in said.causes[0].remedy
 
 
-def test_a_number_in_a_function_that_an_error_ends_is_named(measured):
-    body = "".join(f"    {line}\n" for line in RUNNING_MEAN.splitlines())
-    said = measured(f"def main():\n{body}    1 / 0\nmain()\n")
+@pytest.mark.parametrize("end", ["1 / 0", "return"])
+def test_a_number_in_a_function_that_ends_is_named(end, measured):
+    longer = RUNNING_MEAN.replace("range(12)", "range(20)")
+    body = "".join(f"    {line}\n" for line in longer.splitlines())
+    said = measured(f"def main():\n{body}    {end}\nmain()\n")
     assert "`mean in main()`" in said.growing_graph
 
 

@@ -54,6 +54,7 @@ WAYS = {
     "class Run:\n    __slots__ = ['best']\nrun = Run()\nrun.best = torch.zeros(9)": "run.best",
     "net = nn.Linear(9, 9)": "net.weight",
     "net = nn.Linear(9, 9)\nnet(torch.ones(9)).sum().backward()": "net.weight.grad",
+    "x = torch.ones(9, requires_grad=True) * 2\nx.retain_grad()\nx.sum().backward()": "x.grad",
     "net = nn.Sequential(nn.Linear(9, 9))\nfor layer in net:\n    pass": "net.0.weight",
     "def f(x=torch.zeros(9)): pass": "f → a default of f",
     "def f():\n    x = torch.zeros(9)\n    return lambda: x\ng = f()": (

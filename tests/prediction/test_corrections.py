@@ -167,6 +167,12 @@ FILLED = {
     )
 }
 
+LAYOUTS = {
+    "a transposed input": rand(2, 3, 4).transpose(1, 2),
+    "rows in columns": rand(4, 6).t(),
+    "channels last": rand(2, 3, 5, 4).permute(0, 3, 1, 2),
+    "channels last in 3d": rand(2, 3, 5, 2, 4).permute(0, 4, 1, 2, 3),
+}
 OTHERS = {
     "view of one row": (
         aten.view,
@@ -196,6 +202,38 @@ OTHERS = {
         rand(4),
         rand(4),
         [False, True, True],
+    ),
+    **{
+        f"batch_norm of {name}": (aten.native_batch_norm, x, *4 * (rand(4),), True, 0.1, 1e-5)
+        for name, x in LAYOUTS.items()
+    },
+    **{
+        f"batch_norm_backward of {name}": (
+            aten.native_batch_norm_backward,
+            torch.rand_like(x, memory_format=torch.contiguous_format),
+            x,
+            *5 * (rand(4),),
+            True,
+            1e-5,
+            [True, True, True],
+        )
+        for name, x in LAYOUTS.items()
+    },
+    "log_softmax_backward": (
+        aten._log_softmax_backward_data,
+        LAYOUTS["a transposed input"],
+        LAYOUTS["a transposed input"],
+        1,
+        torch.float32,
+    ),
+    "logsigmoid": (aten.log_sigmoid_forward, LAYOUTS["channels last"]),
+    "huber_loss_backward": (aten.huber_loss_backward, rand(), rand(4, 3).t(), rand(3, 4), 1, 1.0),
+    "mse_loss_backward of columns": (
+        aten.mse_loss_backward,
+        rand(),
+        rand(4, 3).t(),
+        rand(3, 4),
+        1,
     ),
     **{
         f"group_norm_backward of {dtype}": (

@@ -70,6 +70,13 @@ def distillation(net: Net, batch: tuple) -> Tensor:
     return imitation + F.cross_entropy(scores, labels)
 
 
+def policy(net: Net, batch: tuple) -> Tensor:
+    """``torch.distributions`` checks its arguments, and so reads values."""
+    x, labels = batch
+    chosen = torch.distributions.Categorical(logits=net(x))
+    return -(chosen.log_prob(labels) + chosen.entropy()).mean()
+
+
 # Between rows.
 
 
@@ -84,7 +91,7 @@ def smoothed_labels(net: Net, batch: tuple) -> Tensor:
     return F.cross_entropy(net(x), labels, weight=net.classes, label_smoothing=0.1)
 
 
-BY_ROW = [triplet, focal, tasks_with_learned_weights, distillation]
+BY_ROW = [triplet, focal, tasks_with_learned_weights, distillation, policy]
 BETWEEN_ROWS = [contrastive, smoothed_labels]
 WHOLE = [{}, {"checkpointing": "per-layer", "layers": "layers"}, {"precision": "autocast-bf16"}]
 CUT = [{"accumulation": 2}, {"accumulation": 2, "precision": "autocast-bf16"}]

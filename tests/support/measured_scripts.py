@@ -31,7 +31,7 @@ class Said(NamedTuple):
     """What is said of a cause, in plain values that can be sent to another process."""
 
     name: str
-    evidence: str
+    evidence: str  # with the holder
     remedy: str
     line: int  # of the script; 0 if none is known
     promised: int | None  # the peak with the remedy, at most
@@ -66,5 +66,6 @@ def measure(text: str, folder: Path) -> Measured:
     for cause in found.causes:
         line = cause.lines[0].line if cause.lines else 0
         promised = None if cause.stays is None else peak_without(cause, found.facts)[0]
-        causes.append(Said(cause.name, cause.evidence, cause.remedy, line, promised))
+        evidence = f"{cause.evidence} held by {cause.held}"
+        causes.append(Said(cause.name, evidence, cause.remedy, line, promised))
     return Measured(found.peak.total, causes, tracker.growing_graph)

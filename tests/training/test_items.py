@@ -374,6 +374,21 @@ def test_a_loss_that_compares_rows_is_refused_and_left_alone(kind):
     stepped(model, batch, loss, pieces=1)
 
 
+def of_pairs(model, micro):
+    score = model(micro["x"])[:, 0]
+    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
+
+
+def test_rows_that_belong_together_are_told_to_be_one_row():
+    model = mlp(1)
+    with pytest.raises(ValueError, match=r"^make rows that belong together one row"):
+        stepped(model, numbers(), of_pairs)
+    with pytest.raises(ValueError, match=r"make rows that belong together one row.*: its loss"):
+        check_pieces_add_up(
+            model, numbers(), lambda micro: (of_pairs(model, micro), 1), reduction="mean"
+        )
+
+
 def noisy(model, batch):
     noise = torch.randn_like(batch["x"])
     return (model(batch["x"] + noise) - noise).square().mean()

@@ -352,6 +352,15 @@ def test_nobody_who_watches_sees_the_tiny_copy():
     assert not isinstance(form_or_refusal(cls, config), str)
 
 
+def test_a_part_that_compares_tokens_is_said():
+    model = tiny_model(*causal("Mixtral", output_router_logits=True))
+    batch = batch_of(torch.randint(3, VOCABULARY, (2, 10)))
+    with pytest.raises(ValueError, match=f"^set model.config.{ROUTED} = False"):
+        next_token_loss(model, batch)
+    model.config.output_router_logits = False
+    assert next_token_loss(model, batch)[0] > 0
+
+
 def test_logits_of_other_tokens_are_said():
     peft = pytest.importorskip("peft")
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -236,6 +237,26 @@ def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):
     wanted = logits(model, ids)
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
     assert torch.allclose(logits(merge_adapters(model), ids), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_merged_half_of_tied_weights_leaves_the_other_also_when_loaded(targets, tmp_path):
+    model = wrapped(partial(small, tied=True), target_modules=targets)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    ids = rows(2).ids
+    wanted = logits(model, ids)
+    merged = merge_adapters(model)
+    assert torch.allclose(logits(merged, ids), wanted, atol=1e-5)
+    merged.save_pretrained(tmp_path)
+    loaded = type(merged).from_pretrained(tmp_path)
+    assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
+
+
+def test_a_trained_prompt_is_no_weight_to_merge():
+    with pytest.raises(ValueError, match=r"^write what was trained with model.save_pretrained"):
+        merge_adapters(wrapped(kind="PrefixTuningConfig", num_virtual_tokens=3))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from transformers.optimization import Adafactor
 from gradmem_lib import AdamW8bit, Recipe, prepare, step
 from gradmem_lib.course import models
 from gradmem_lib.optimizers import ADAFACTOR_EPS, RELATIVE_RATE
+from gradmem_lib.techniques.checkpointing import checkpoints_of
 from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
 from gradmem_lib.training.prepare import RATE
 
@@ -158,6 +159,9 @@ def test_what_is_no_loss_is_named():
             step(model, [], torch.ones(rows, 2), recipe)
     with pytest.raises(ValueError, match="returned NoneType where"):
         step(model, [], torch.ones(1, 2), recipe, loss=lambda m, b: None)
+    with pytest.raises(ValueError, match=r"^put labels into the batch.*returned NoneType"):
+        cut = Recipe(attention=None, accumulation=2)
+        step(model, [], torch.ones(4, 2), cut, loss=lambda m, b: {"a": m(b).mean()}.get("loss"))
 
 
 class Older(LlamaForCausalLM):
@@ -202,6 +206,16 @@ def test_checkpoints_of_every_layer_ask_for_no_more_than_that():
     assert model.asked == {"use_reentrant": False}
     made.undo.close()
     assert model.asked is None
+
+
+def test_what_transformers_cannot_checkpoint_is_checkpointed_here():
+    """As LayoutLMv3, whose layers it does not call through a checkpoint."""
+    model = llama()
+    model.supports_gradient_checkpointing = False
+    prepared = prepare(model, Recipe(checkpointing="per-layer"))
+    assert len(checkpoints_of(model)) == 1
+    prepared.undo.close()
+    assert not checkpoints_of(model)
 
 
 def test_training_mode_is_for_a_model_that_is_in_eval_mode_as_a_whole():
