@@ -243,9 +243,9 @@ class OperationMeter:
         """
         self._note_expansion(entry, args)
         if entry.op is operators.join:
-            parts = map(self.recording.entry_of, tensors_in(args))
-            made = {(part.line, part.op) for part in parts if part is not None}
-            entry.continues = (entry.line, entry.op) in made
+            for part in map(self.recording.entry_of, tensors_in(args)):
+                if part is not None and (part.line, part.op) == (entry.line, entry.op):
+                    entry.continues = True
         # A copy of the weights that is made with a graph looks like a forward without modules.
         in_no_module = entry.moment == TRAINING_FORWARD and not self.stack
         outside = entry.moment == BETWEEN_STEPS or in_no_module

@@ -52,7 +52,10 @@ def _in_the_layout_of(x: torch.Tensor, out: tuple) -> tuple:
     layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
     if not x.is_contiguous(memory_format=layout):
         layout = torch.contiguous_format
-    return (None if out[0] is None else out[0].contiguous(memory_format=layout), *out[1:])
+    first, *others = out
+    if first is not None:
+        first = first.contiguous(memory_format=layout)
+    return (first, *others)
 
 
 def _batch_norm(args, out):
@@ -61,7 +64,10 @@ def _batch_norm(args, out):
 
 def _group_norm_backward(args, out):
     """The gradient of ``group_norm``'s input has the input's dtype, whatever the weight's is."""
-    return (None if out[0] is None else out[0].to(args[1].dtype), *out[1:])
+    gradient, *others = out
+    if gradient is not None:
+        gradient = gradient.to(args[1].dtype)
+    return (gradient, *others)
 
 
 def _masked_fill(args, out):
