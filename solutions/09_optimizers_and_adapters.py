@@ -445,7 +445,7 @@ chart
 claims.show("C44")
 
 # %% [markdown]
-# transformers 5.23 calls it for you when you switch checkpoints on.
+# transformers 5.24 calls it for you when you switch checkpoints on.
 #
 # <details><summary>And DoRA?</summary>
 #
