@@ -244,7 +244,7 @@ class OperationMeter:
         self._note_expansion(entry, args)
         if entry.op is operators.join:
             for part in map(self.recording.entry_of, tensors_in(args)):
-                if part is not None and (part.line, part.op) == (entry.line, entry.op):
+                if part is not None and part.op is entry.op and part.nbytes <= entry.nbytes:
                     entry.continues = True
         # A copy of the weights that is made with a graph looks like a forward without modules.
         in_no_module = entry.moment == TRAINING_FORWARD and not self.stack

@@ -36,6 +36,9 @@ from .source_lines import is_of_a_script
 from .storages import storages_of, tensors_in
 
 MOST_OBJECTS = 300_000  # of one search
+# Of graphs of numbers. A node that Python has met is freed by a call inside the call that frees the
+# node after it: a graph of 100,000 of them overflows the stack.
+MOST_NODES = 20_000
 ALMOST_ALL = 0.95  # of the bytes: the search ends when these are found
 # Longer collections of these are not looked through.
 MANY = 5_000
@@ -56,8 +59,8 @@ NOT_INTO = (
 BOXES = ("list", "dict", "cache", "window")
 ATTRIBUTE, MODULE_ATTRIBUTE = "attribute", "attribute of a module"
 EXCEPTION = "exception"
-# These say more of why a tensor is there than the list or dict that it is in.
 ITERATOR = "iterator"
+# These say more of why a tensor is there than the list or dict that it is in.
 TELLING = (EXCEPTION, "cache", ITERATOR, "optimizer", "gradient")
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
 
@@ -133,7 +136,8 @@ def who_holds(
             generators, iterators = _names_of_loops()
             walk.search(generators)
         walk.in_script = False
-        walk.search([*of_libraries, *iterators])
+        walk.search(of_libraries)
+        walk.search(iterators)
         if not everywhere and walk.is_complete and not walk.has_enough():
             for key in wanted:
                 walk.claim(key, NOBODY)
@@ -160,7 +164,7 @@ def longest_graph(
         walk = _Walk({0: 1})  # no storage has this key, so the walk does not end early
         own, _ = _names_of_frames(_frames(frame, error))
         walk.look_around([*_names_of_modules(own=True), *own])
-        left = MOST_OBJECTS
+        left = MOST_NODES
         for tensor in walk.with_graph:
             if tensor.numel() != 1:
                 continue
@@ -440,20 +444,23 @@ def _names_of_frames(frames: Iterable[types.FrameType]) -> tuple[list[Edge], lis
 
 
 def _names_of_loops() -> tuple[list[Edge], list[Edge]]:
-    """What a ``for`` goes over may have no name: the variables of the user's generators, and all
-    other iterators.
+    """What a ``for`` goes over may have no name: the variables of the user's generators, and
+    iterators that are no generators.
     """
     things = gc.get_objects()
-    kinds = set(filter(_is_iterator, map(type, things)))
+    kinds = {id(kind): kind for kind in map(type, things)}  # a class may have no hash
+    of_iterators = {key for key, kind in kinds.items() if _is_iterator(kind)}
+    found = [thing for thing in things if id(type(thing)) in of_iterators]
+    del things  # among them are the dicts of frames, which ``_variables`` empties
     frames, iterators = list[types.FrameType](), list[Edge]()
-    for thing in things:
+    for thing in found:
         kind = type(thing)
-        if kind is types.GeneratorType and thing.gi_frame is not None:
-            frames.append(thing.gi_frame)
-        elif kind in kinds:
+        if kind is not types.GeneratorType:
             iterators.append(Edge(f"a loop's {kind.__name__}", thing))
+        elif thing.gi_frame is not None:
+            frames.append(thing.gi_frame)
     generators, _ = _names_of_frames(frames)
-    return generators, iterators
+    return generators, iterators[:MANY]
 
 
 def _is_iterator(kind: type) -> bool:

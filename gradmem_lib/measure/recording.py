@@ -43,8 +43,8 @@ class Entry(weakref.ref):
     larger than all that it was computed from. ``is_result``: an outermost module has returned it.
     ``source``: the category of all that it was computed from outside of modules. ``stop``: the
     first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
-    this weight, or this state. ``continues``: the same line has joined a part
-    of it before. ``held``: who held it when a walk has last met it.
+    this weight, or this state. ``continues``: a part of it was joined before.
+    ``held``: who held it when a walk has last met it.
     """
 
     __slots__ = (

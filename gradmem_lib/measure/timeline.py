@@ -58,8 +58,8 @@ class Holder(NamedTuple):
     with a graph outside of all modules, and nothing else went into it; otherwise empty. A copy of a
     gradient counts as a gradient. ``samples``: the recording's first sample with it, and the first
     one without it. ``updated``: the last step of an optimizer that has this weight, or this state,
-    also after the peak; -1 if there was none. ``continues``: it is joined of what the same line had
-    joined before. ``held``: who holds it, or those like it; ``None`` if that is not known.
+    also after the peak; -1 if there was none. ``continues``: a part of it was joined before.
+    ``held``: who holds it, or those like it; ``None`` if that is not known.
     """
 
     nbytes: int

@@ -1,6 +1,6 @@
 """Walks ask who holds each storage: before a forward if a fifth more is alive than at the walk
-before, at an error or a budget, and at the end. A script has ended then, with its functions, so it
-is asked before its first forward too.
+before, at an error or a budget, and at the end. At a script's end its functions have ended, and
+their variables are gone, so a script's first walk is before its first forward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SMALL = 1 / 2000  # of the live bytes: nobody asks who holds such a storage
 
 class Walks:
     """``seconds``: what walks may take in addition to their share of the run's time. ``at_once``:
-    the first forward is asked.
+    whether the first walk is before the first forward.
     """
 
     def __init__(self, recording: Recording, seconds: float, at_once: bool):
@@ -33,7 +33,7 @@ class Walks:
     def look(self, frame: FrameType | None) -> None:
         """Walk, if it is worth it and there is time for it."""
         self.recording.drain()
-        if not self.height and not self.at_once:  # the functions that run go on after the end
+        if not self.height and not self.at_once:
             self.height = self.recording.total
         if self.count >= MOST_WALKS or self.recording.total <= HIGHER * self.height:
             return

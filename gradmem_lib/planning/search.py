@@ -3,8 +3,7 @@
 Each recipe of a line is slower than the one before it, and needs fewer bytes. So the fastest one
 that fits is found by bisection. Lines of the fewest bytes are searched first. Then a line whose
 recipes are all slower than the best one so far need not be searched, and neither need one whose
-bytes are too many by their lower bound. What is left is predicted, so nothing that is faster is
-missed.
+bytes are too many by their lower bound. What is left is predicted.
 """
 
 import math

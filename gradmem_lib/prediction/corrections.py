@@ -46,11 +46,13 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimens
 
 
 def _in_the_layout_of(x: torch.Tensor, out: tuple) -> tuple:
-    """The CPU's ``batch_norm`` and its gradient have channels last if the input ``x`` has, and are
-    contiguous beside any other strides.
+    """The CPU's ``batch_norm`` and its gradient have channels last if the input ``x`` has, or is a
+    part of a tensor that has. Whatever other strides ``x`` has, they are contiguous.
     """
     layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-    if not x.is_contiguous(memory_format=layout):
+    with without_modes():
+        dense = torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta"))
+    if not dense.is_contiguous(memory_format=layout):
         layout = torch.contiguous_format
     first, *others = out
     if first is not None:

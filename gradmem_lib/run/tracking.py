@@ -228,11 +228,14 @@ class ScriptMeter(Meter):
             self._look_at_graphs(sys._getframe(1), error)
 
     def _look_at_graphs(self, frame: FrameType, error: BaseException | None) -> None:
-        """Find the number with the longest graph; the variables of a function end with it."""
+        """Find the number with the longest graph. One that was found before in a variable of a
+        function that has ended stays.
+        """
         began = time.perf_counter()
         found = longest_graph(frame, error, self.step_begins)
         self.walks.spent += time.perf_counter() - began
-        self.long_graph = max(self.long_graph, found, key=lambda graph: graph[1])
+        if found[1]:
+            self.long_graph = found
 
     def find_waiting_optimizers(self) -> None:
         super().find_waiting_optimizers()

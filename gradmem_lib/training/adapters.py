@@ -124,14 +124,17 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """
     if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
         raise ValueError(
-            "write what was trained with model.save_pretrained(folder): tokens that are put before "
-            "each row, as of prompt and prefix tuning, are in no weight of the base"
+            "write what was trained with model.save_pretrained(folder), and merge what "
+            "peft.PeftModel.from_pretrained(base, folder) makes of it: this model has no merge of "
+            "its own; tokens that are put before each row (prompt and prefix tuning) are in no "
+            "weight, and have none at all"
         )
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
 
     def let_own(layer: nn.Module) -> None:
-        if owners[id(layer.weight)] > 1:  # an embedding, say, has it too, and keeps it
-            own_weight = layer.weight.detach().clone()
+        weight = getattr(layer, "weight", None)
+        if owners[id(weight)] > 1:  # an embedding, say, has it too, and keeps it
+            own_weight = weight.detach().clone()
             layer.weight = nn.Parameter(own_weight, requires_grad=False)
 
     if hasattr(model, "merge_and_unload"):
@@ -154,7 +157,9 @@ def _untied_in_config(model: nn.Module) -> nn.Module:
     would tie them again.
     """
     config: Any = getattr(model, "config", None)
+    head = None
     if getattr(config, "tie_word_embeddings", False):
         head = model.get_output_embeddings()
+    if head is not None:
         config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     return model

@@ -2,12 +2,13 @@
 own corruption.
 
 Nothing here ever stops a lesson. A file that cannot be written costs one sentence per process, and
-one that cannot be understood is moved aside, not overwritten. Entries that cannot be understood, as
-those of a later version, are neither shown nor deleted.
+one that cannot be understood is moved aside, not overwritten. Single entries that cannot be
+understood, such as those of a later version, are not shown, and stay in the file.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -21,6 +22,7 @@ from ..machine import environment
 
 VERSION = 1
 LOCK_SECONDS = 10
+MOST_BYTES = 2**24  # a course's progress is a few KB
 # By section: the number and the text that each entry has.
 FIELDS = {
     "checks": ("tries", "outcome"),
@@ -59,7 +61,7 @@ def load() -> dict[str, Any]:
     except FileNotFoundError:
         return _empty()
     except ValueError:
-        return _locked(path, lambda: _read_or_move_aside(path)) or _empty()
+        return understood(_locked(path, lambda: _read_or_move_aside(path)) or _empty())
     except OSError as error:
         _warn_unusable(path, error)
         return _empty()
@@ -115,7 +117,8 @@ def reset() -> str:
     backup = path.with_name(path.name + ".bak")
     try:
         with _lock(path):
-            path.open().close()  # a folder, which is not the course's, cannot be opened
+            if path.exists() and not path.is_file():
+                raise OSError(errno.EINVAL, "it is not a regular file")
             os.replace(path, backup)
     except FileNotFoundError:
         return f"there is no progress to clear at {path}"
@@ -136,6 +139,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
     Raises ``ValueError`` for what is no progress file, and ``OSError``.
     """
+    if path.exists() and not path.is_file():  # to read a pipe is to wait for ever
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    if path.stat().st_size > MOST_BYTES:
+        raise ValueError(f"{path} is too large for a progress file")
     text = path.read_text(encoding="utf-8-sig")
     try:
         found = json.loads(text)
@@ -143,7 +150,7 @@ def read_file(path: Path) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict) or found.get("version") != VERSION:
         raise ValueError(f"{path} is no progress file of this course")
-    found = {"puzzles": {}} | found  # which came later
+    found = {"puzzles": {}} | found  # the first version of the course had none
     if not all(isinstance(found.get(section), dict) for section in FIELDS):
         raise ValueError(f"{path} is a part of a progress file")
     return found
@@ -220,8 +227,9 @@ def _write(path: Path, progress: dict[str, Any]) -> None:
     the new one. Needs the lock.
     """
     temporary = path.with_name(f".{path.name}-new")
+    temporary.unlink(missing_ok=True)  # from a run that was killed
     try:
-        with open(temporary, "w", encoding="utf-8") as file:
+        with open(temporary, "x", encoding="utf-8") as file:
             json.dump(progress, file, indent=1, sort_keys=True)
             file.flush()
             os.fsync(file.fileno())

@@ -26,10 +26,11 @@ PLACES = tuple(  # paths below a home folder: Linux, macOS, Windows
     Path(place, "gradmem", "progress.json")
     for place in (".local/share", "Library/Application Support", "AppData/Local/gradmem")
 )
-OWN = re.compile(r"\.lock$|\.bak$|\.corrupt-\d+$")  # what the course puts beside a progress file
+# What the course, or somebody who copies, puts beside a progress file.
+OWN = re.compile(r"\.lock$|\.tmp$|\.bak$|\.corrupt-\d+$")
 FOREIGN = "not a progress file, or only a part of one"
 NOT_ALLOWED = (
-    "this account may not read it: its owner runs chmod o+r on it, and chmod o+rx on each folder "
+    "this account may not read it: its owner runs chmod o+r on it, and chmod o+x on each folder "
     "on the way"
 )
 NOTHING_YET = "no progress file in it yet"
@@ -185,7 +186,9 @@ def _usual(home: Path) -> list[Path]:
 
 
 def _reason(error: OSError) -> str:
-    return NOT_ALLOWED if isinstance(error, PermissionError) else progress.reason(error)
+    if isinstance(error, PermissionError) and os.name != "nt":
+        return NOT_ALLOWED
+    return progress.reason(error)
 
 
 def _replace(path: Path, content: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import lru_cache
 from statistics import median
 
 import numpy as np
@@ -20,7 +20,7 @@ MOST_DECADES = 6  # of a logarithmic axis to each side of its centre
 MOST_TICKS = 6
 
 
-@cache  # a board is written every few seconds, and most of its pictures stay as they are
+@lru_cache(500)  # a board is written every few seconds, and most of its pictures stay as they are
 def picture(
     id: str, unit: str, guesses: tuple[float, ...], line: float | None, words: str
 ) -> tuple[str, int]:

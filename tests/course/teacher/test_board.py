@@ -241,7 +241,7 @@ def test_files_of_other_accounts_that_may_not_be_read_are_said(public, capsys):
     closed = {path.relative_to(folder).parts[0]: remark for path, remark in board.remarks.items()}
     assert set(closed) == {"closed-file", "closed-inside", "closed-home"}
     for remark in closed.values():
-        assert "chmod o+r on it, and chmod o+rx on each folder" in remark
+        assert "chmod o+r on it, and chmod o+x on each folder" in remark
     text = out.read_text()
     assert text.count("this account may not") == 3 and "closed-" not in text
     assert "no progress file in it yet" not in text
