@@ -183,6 +183,22 @@ def test_the_walk_leaves_nothing_behind():
     assert gc.isenabled()
 
 
+def test_what_a_generator_lets_go_of_is_free_after_a_walk(script):
+    module = script(
+        "def batches():\n"
+        "    x = torch.zeros(9)\n"
+        "    yield x.untyped_storage()\n"
+        "    del x\n"
+        "    yield\n"
+    )
+    running = module.batches()
+    gone = weakref.ref(next(running))
+    for _ in range(2):
+        who_holds({1: 10**9}, sys._getframe())
+    next(running)
+    assert gone() is None
+
+
 def test_a_view_of_a_weight_that_was_updated_is_no_error(script):
     module = script(
         "net = nn.Linear(9, 9)\n"

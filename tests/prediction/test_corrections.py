@@ -171,6 +171,7 @@ LAYOUTS = {
     "a transposed input": rand(2, 3, 4).transpose(1, 2),
     "rows in columns": rand(4, 6).t(),
     "channels last": rand(2, 3, 5, 4).permute(0, 3, 1, 2),
+    "half of the channels, last": rand(2, 3, 5, 8).permute(0, 3, 1, 2)[:, :4],
     "channels last in 3d": rand(2, 3, 5, 2, 4).permute(0, 4, 1, 2, 3),
 }
 OTHERS = {

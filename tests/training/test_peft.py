@@ -13,7 +13,7 @@ import torch
 from support.families import tiny_config
 from support.predicted import assert_same, config, tracked
 from support.trainers import SEQ, rows, small, trainer_for
-from transformers import LlamaForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaForSequenceClassification
 
 from gradmem_lib import LoRALinear, Recipe, merge_adapters, predict, prepare
 from gradmem_lib.course import models
@@ -252,6 +252,27 @@ def test_a_merged_half_of_tied_weights_leaves_the_other_also_when_loaded(targets
     merged.save_pretrained(tmp_path)
     loaded = type(merged).from_pretrained(tmp_path)
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
+
+
+class Attending(torch.nn.Module):
+    """Attention keeps its matrix under another name than a linear layer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2)
+
+
+def headless():
+    config = BertConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(("make", "target"), [(headless, "query"), (Attending, "attention")])
+def test_what_has_no_head_and_what_has_no_plain_weight_is_merged(make, target):
+    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=[target]))
+    assert type(merge_adapters(model)) is type(make())
 
 
 def test_a_trained_prompt_is_no_weight_to_merge():

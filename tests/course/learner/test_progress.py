@@ -161,6 +161,18 @@ def test_a_mark_of_an_editor_at_the_beginning_is_read_over(file, capsys):
     assert progress.load()["checks"] == {"0.1": PASSED} and capsys.readouterr().err == ""
 
 
+def test_what_is_no_file_is_not_read_and_stays(file, capsys):
+    """To read a pipe is to wait for ever."""
+    file.parent.mkdir()
+    os.mkfifo(file)
+    progress.record_check("0.1", "passed")
+    assert progress.load()["checks"] == {} and "not being saved" in capsys.readouterr().err
+    with pytest.raises(progress.ProgressError):
+        progress.reset()
+    class_board.Board(file.parent, file.parent / "board.html").write(0)
+    assert stat.S_ISFIFO(file.stat().st_mode)
+
+
 def test_a_path_that_no_file_can_have_is_one_sentence(monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(progress, "_warned", set())
