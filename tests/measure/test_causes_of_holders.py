@@ -37,20 +37,6 @@ PROGRAMS = {
         "`outputs`",
         "out = net(x)",
     ),
-    "a history that two lines join": Program(
-        "seen = torch.zeros(0, 64)\n"
-        "for i in range(20):\n"
-        "    out = step(torch.randn(512, 64)).detach()\n"
-        "    if i % 2:\n"
-        "        seen = torch.cat([seen, out])\n"
-        "    else:\n"
-        "        seen = torch.cat([seen, out * 2])\n",
-        "detach()",
-        "detach()[:0]",
-        GROWTH,
-        "seen",
-        "seen = torch.cat(",
-    ),
     "trials that keep their model": Program(
         "trials = []\n"
         "for i in range(6):\n"
