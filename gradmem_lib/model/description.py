@@ -1,6 +1,7 @@
 """What predictions and plans know of a model: its config, and the sizes that are counted on it."""
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -35,14 +36,14 @@ class Description:
         return sum(p.numel() for p in self.skeleton.parameters())
 
     @cached_property
-    def trained_shapes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of the parameters that need a gradient."""
-        return tuple(tuple(p.shape) for p in self.skeleton.parameters() if p.requires_grad)
+    def trained_shapes(self) -> Counter[tuple[int, ...]]:
+        """How many parameters of each shape need a gradient."""
+        return Counter(tuple(p.shape) for p in self.skeleton.parameters() if p.requires_grad)
 
     @cached_property
     def frozen(self) -> int:
         """How many numbers need no gradient."""
-        return self.parameters - sum(map(math.prod, self.trained_shapes))
+        return self.parameters - sum(map(math.prod, self.trained_shapes.elements()))
 
     @cached_property
     def head(self) -> nn.Linear | None:

@@ -5,6 +5,7 @@ checkpoints and a chunked loss. The recipes of a line differ only in how many la
 backward: each is slower than the one before it, and needs fewer bytes.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -183,8 +184,12 @@ class Candidates(Question):
         """The slowest of the family's variants with the fewest resident bytes. It moves nothing to
         the host.
         """
-        variants = [variant for variant in self.variants(family) if variant.offload is None]
-        return min(reversed(variants), key=self.resident_sum)
+        by_bytes = defaultdict[float, list[Recipe]](list)
+        for recipe in chain.from_iterable(self.lines(family)):
+            if recipe.offload is None:
+                by_bytes[self.resident_sum(recipe)].append(recipe)
+        lightest = by_bytes[min(by_bytes)]
+        return max(reversed(lightest), key=self.seconds)
 
     def least_resident_recipes(self, methods: list[str]) -> list[Recipe]:
         """The recipes with the fewest resident bytes.

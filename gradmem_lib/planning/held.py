@@ -1,5 +1,7 @@
 """What a recipe holds on a card: resident and saved bytes, and the overhead beside live tensors."""
 
+from collections import Counter
+
 from ..names import OFFLOAD, PRECISIONS, QUANTIZED, SELECTIVE, SHARDING
 from ..optimizers import OPTIMIZERS
 from ..prediction import allocator
@@ -26,14 +28,14 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     weights, trained = frozen_bytes * work.parameters, work.trained(recipe)
     shapes = work.sized.trained_shapes
     if work.adapts(recipe):
-        weights, shapes = weights + width * trained, ()
+        weights, shapes = weights + width * trained, Counter()
     if recipe.quantized_base:
         stored = QUANTIZED[recipe.storage].bytes_each
         weights += round(stored * work.sized.matrices) - width * work.sized.matrices
     row = OPTIMIZERS[recipe.optimizer]
     with_states = trained
     if row.factored:  # additions of LoRA have few rows and columns, which are left out
-        with_states = sum(row.numbers_with_states(shape) for shape in shapes)
+        with_states = sum(count * row.numbers_with_states(shape) for shape, count in shapes.items())
     states = row.bytes_of_states(state_width(recipe, width), recipe.momentum) * with_states
     if recipe.keeps_masters:
         states += FLOAT32 * trained

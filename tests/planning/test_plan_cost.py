@@ -49,7 +49,7 @@ def test_sizes_of_llama_2_7b_by_hand():
         found.sized.scores == 32 * 4096 and found.layers == 32 and found.sized.vocabulary == 32000
     )
     assert found.sized.causal and found.chunked and found.sized.fused and found.sized.experts == 0
-    assert sum(map(math.prod, found.sized.trained_shapes)) == found.parameters
+    assert sum(map(math.prod, found.sized.trained_shapes.elements())) == found.parameters
 
 
 def test_sizes_of_other_kinds_by_hand():
