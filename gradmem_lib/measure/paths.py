@@ -447,11 +447,15 @@ def _names_of_loops() -> tuple[list[Edge], list[Edge]]:
     """What a ``for`` goes over may have no name: the variables of the user's generators, and
     iterators that are no generators.
     """
-    things = gc.get_objects()
-    kinds = {id(kind): kind for kind in map(type, things)}  # a class may have no hash
-    of_iterators = {key for key, kind in kinds.items() if _is_iterator(kind)}
-    found = [thing for thing in things if id(type(thing)) in of_iterators]
-    del things  # among them are the dicts of frames, which ``_variables`` empties
+    things, found = gc.get_objects(), list[Any]()
+    known = dict[int, bool]()  # by a class's address, since a class may have no hash
+    for thing in things:
+        kind = type(thing)
+        if id(kind) not in known:
+            known[id(kind)] = _is_iterator(kind)
+        if known[id(kind)]:
+            found.append(thing)
+    del things, thing  # among them are the dicts of frames, which ``_variables`` empties
     frames, iterators = list[types.FrameType](), list[Edge]()
     for thing in found:
         kind = type(thing)
