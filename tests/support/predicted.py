@@ -141,9 +141,11 @@ def measured(
 ) -> MemoryTracker:
     """The second step of a real run of the model of ``cfg``."""
     model = model_class(cfg)(copy.deepcopy(cfg))
+    trained = model
     if recipe is not None and recipe.weight_dtype is not None:
+        trained = copy.deepcopy(model)  # from whose weights the masters start
         cast_weights(model, recipe.weight_dtype)  # for pictures and sounds in that dtype
-    return tracked(model, example_batch(model, batch_size, seq_len), recipe)
+    return tracked(trained, example_batch(model, batch_size, seq_len), recipe)
 
 
 def assert_same(predicted, tracker) -> None:
