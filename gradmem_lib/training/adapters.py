@@ -123,11 +123,15 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     bits, whose rounding would lose them, and for a ``peft`` model that adds tokens, not weights.
     """
     if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
+        if hasattr(model, "prompt_encoder"):
+            raise ValueError(
+                "write what was trained with model.save_pretrained(folder): tokens that are put "
+                "before each row (prompt and prefix tuning) are in no weight of the base"
+            )
         raise ValueError(
-            "write what was trained with model.save_pretrained(folder), and merge what "
-            "peft.PeftModel.from_pretrained(base, folder) makes of it: this model has no merge of "
-            "its own; tokens that are put before each row (prompt and prefix tuning) are in no "
-            "weight, and have none at all"
+            "write the adapters with model.save_pretrained(folder), and merge "
+            "peft.PeftModel.from_pretrained(base, folder): add_adapter gives a model no merge of "
+            "its own"
         )
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
 

@@ -117,8 +117,7 @@ def reset() -> str:
     backup = path.with_name(path.name + ".bak")
     try:
         with _lock(path):
-            if path.exists() and not path.is_file():
-                raise OSError(errno.EINVAL, "it is not a regular file")
+            _check_regular(path)
             os.replace(path, backup)
     except FileNotFoundError:
         return f"there is no progress to clear at {path}"
@@ -134,13 +133,18 @@ def _empty() -> dict[str, Any]:
     return {"version": VERSION} | {section: {} for section in FIELDS}
 
 
+def _check_regular(path: Path) -> None:
+    """Raise ``OSError`` for a folder, a device, and a pipe, whose reader waits for ever."""
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file")
+
+
 def read_file(path: Path) -> dict[str, Any]:
     """The whole file.
 
     Raises ``ValueError`` for what is no progress file, and ``OSError``.
     """
-    if path.exists() and not path.is_file():  # to read a pipe is to wait for ever
-        raise OSError(errno.EINVAL, "it is not a regular file")
+    _check_regular(path)
     if path.stat().st_size > MOST_BYTES:
         raise ValueError(f"{path} is too large for a progress file")
     text = path.read_text(encoding="utf-8-sig")
