@@ -12,7 +12,6 @@ import random
 import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -124,21 +123,14 @@ class Board:
         return str(home or inside).removesuffix(".json")
 
     def _look(self) -> None:
-        """Read each file. One that is being written is shown as it was before."""
         before, self.learners, self.remarks = self.learners, {}, {}
-        for path, is_progress in self._files():
-            try:
-                self.learners[path] = _drawable(progress.understood(progress.read_file(path)))
-                continue
-            except ValueError:
-                remark = FOREIGN
-            except OSError as error:
-                remark = _reason(error)
-            if path in before:
-                self.learners[path] = before[path]
-                remark += "; shown as it was before"
-            if is_progress:
-                self.remarks[path] = remark
+        files, folders = _inside(self.folder)
+        for path in files:
+            if path.absolute() != self.out.absolute():
+                self._read(path, before)
+        for home in folders:
+            if home.absolute() != self.beside.absolute():
+                self._read_home(home, before)
         new = [path for path in self.learners if path not in self._numbers]
         random.shuffle(new)  # sorted names would show who is who
         for path in new:
@@ -146,27 +138,36 @@ class Board:
         order = str if self.names else self._numbers.__getitem__
         self.learners = {path: self.learners[path] for path in sorted(self.learners, key=order)}
 
-    def _files(self) -> Iterator[tuple[Path, bool]]:
-        """The files that may be a learner's progress, and whether each has to be one."""
-        files, folders = _inside(self.folder)
-        for path in files:
-            if path.absolute() != self.out.absolute():
-                yield path, True
-        for home in folders:
-            if home.absolute() == self.beside.absolute():
-                continue
-            try:
-                usual = _usual(home)
-                others = [] if usual else _inside(home)[0]
-            except OSError as error:
-                self.remarks[home] = _reason(error)
-                continue
-            for path in usual:
-                yield path, True
-            for path in others:
-                yield path, path.suffix == ".json"
-            if not any(path in self.learners or path in self.remarks for path in usual + others):
+    def _read_home(self, home: Path, before: dict[Path, dict[str, Any]]) -> None:
+        """Read the progress file in its usual place; or, if there is none, each file of the folder
+        that is one.
+        """
+        known = len(self.learners) + len(self.remarks)
+        try:
+            usual = _usual(home)
+            for path in usual or _inside(home)[0]:
+                self._read(path, before, tell=bool(usual) or path.suffix == ".json")
+            if known == len(self.learners) + len(self.remarks):
                 self.remarks[home] = NOTHING_YET
+        except OSError as error:
+            self.remarks[home] = _reason(error)
+
+    def _read(self, path: Path, before: dict[Path, dict[str, Any]], tell: bool = True) -> None:
+        """Read a file. One that is being written is shown as it was ``before``. ``tell``: what is
+        no progress file is remarked.
+        """
+        try:
+            self.learners[path] = _drawable(progress.understood(progress.read_file(path)))
+            return
+        except ValueError:
+            remark = FOREIGN
+        except OSError as error:
+            remark = _reason(error)
+        if path in before:
+            self.learners[path] = before[path]
+            remark += "; shown as it was before"
+        if tell:
+            self.remarks[path] = remark
 
 
 def _usual(home: Path) -> list[Path]:
