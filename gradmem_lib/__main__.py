@@ -26,7 +26,8 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, whose errors fit the terminal and name the command that explains more."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, wrapped(f"{message}. See {self.prog} --help") + "\n")
+        end = "" if message.endswith("?") else "."
+        self.exit(2, wrapped(f"{message}{end} See {self.prog} --help") + "\n")
 
 
 class _Version(argparse.Action):

@@ -130,6 +130,7 @@ REFUSED = {
     "class Makefile": "Makefile is not a folder",
     "explain no-such-file.txt": "there is no such file",
     "plan tiny-llama": "--card",
+    "plan gpt2 --method lroa": "did you mean lora? See python -m gradmem_lib plan --help",
 }
 
 
