@@ -30,6 +30,14 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, wrapped(f"{message}{end} See {self.prog} --help") + "\n")
 
 
+    def parse_known_args(self, args=None, namespace=None):
+        """What a command does not know is its own error, which names its help."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"{' '.join(unknown)} is not known")
+        return found, unknown
+
+
 class _Version(argparse.Action):
     """Print the version of the installed library and leave."""
 

@@ -130,6 +130,9 @@ REFUSED = {
     "class Makefile": "Makefile is not a folder",
     "explain no-such-file.txt": "there is no such file",
     "plan tiny-llama": "--card",
+    "predict gpt2 --batch-size 1 --card T4": (
+        "--card T4 is not known. See python -m gradmem_lib predict --help"
+    ),
     "plan gpt2 --method lroa": "did you mean lora? See python -m gradmem_lib plan --help",
 }
 
