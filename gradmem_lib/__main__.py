@@ -29,7 +29,6 @@ class Parser(argparse.ArgumentParser):
         end = "" if message.endswith("?") else "."
         self.exit(2, wrapped(f"{message}{end} See {self.prog} --help") + "\n")
 
-
     def parse_known_args(self, args=None, namespace=None):
         """What a command does not know is its own error, which names its help."""
         found, unknown = super().parse_known_args(args, namespace)

@@ -387,6 +387,7 @@ def test_what_takes_long_is_said(capsys, monkeypatch):
     [
         ("seq_len=None: give a number", "--seq-len is not given: give a number"),
         ("in_backward=True frees", "--in-backward frees"),
+        ("give precision=None, which", "give --precision none, which"),
         ("give lora_rank, such as 16", "give --lora-rank, such as 16"),
         ("precision='bf16' with it", "--precision 'bf16' with it"),
         ("a precision of two digits", "a precision of two digits"),
