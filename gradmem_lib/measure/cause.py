@@ -204,6 +204,8 @@ class Row:
     condition: str = "Without these bytes"
     claims: bool = True  # whether no later row is given its storages
     alone: bool = False  # whether it is said only where nothing else can be
+    # Whether nobody needs these bytes: few of them are worth a change where they are enough.
+    costs_nothing: bool = False
 
 
 def those(
@@ -223,8 +225,12 @@ def those(
     return find
 
 
-def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
-    """The cause that a row finds among storages that are ``free`` to be claimed."""
+def cause_of(
+    row: Row, free: Sequence[Holder], facts: Facts, enough: int | None = None
+) -> Cause | None:
+    """The cause that a row finds among storages that are ``free`` to be claimed. ``enough``: so
+    many bytes less, and the run would have stayed within its budget.
+    """
     if row.moments and facts.peak.moment not in row.moments:
         return None
     group = row.find(free, facts)
@@ -232,8 +238,8 @@ def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
         return None
     nbytes = group.changes.get("nbytes", total(group.holders))
     least = row.least * facts.peak.total
-    if facts.excess:  # what is enough to stay within the budget is worth a change
-        least = max(min(least, facts.excess), WORTH * facts.peak.total)
+    if row.costs_nothing and enough is not None:
+        least = max(min(least, enough), WORTH * facts.peak.total)
     if nbytes < least:
         return None
     held, _ = largest_held(group.holders)

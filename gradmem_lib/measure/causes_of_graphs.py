@@ -218,6 +218,7 @@ LEFT_OVER = Row(
     those(_is_of_a_finished_turn, _may_go_first),
     least=MUCH,
     condition="Without these tensors",
+    costs_nothing=True,
 )
 
 

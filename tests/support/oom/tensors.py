@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from support.oom import (
     DATA,
     DOUBLE,
-    EVALUATION,
     EXPANDED,
     LOGITS,
     ONE_LINE,
@@ -353,7 +352,7 @@ def messages_of_edges(remedied=False):
     return trains(net, lambda i: net(x).square().mean(), steps=2)
 
 
-@has(EXPANDED, EVALUATION, says="device='cpu'")
+@has(EXPANDED, says="device='cpu'")
 def volume_of_windows(remedied=False):
     """The scores of a whole volume, summed up window by window. ``remedied``: not on the card."""
     net = nn.Conv3d(1, 8, 3, padding=1)
