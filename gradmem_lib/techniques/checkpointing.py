@@ -93,8 +93,10 @@ def checkpoint_layers(
     Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no
     list of layers is found, and ``RuntimeError`` if a layer, or a part of one, is checkpointed
     already (by this function or by transformers), if a layer is compiled, or if ``"best"`` is used
-    on weights that FSDP has sharded over processes; and in the first backward if a layer's second
-    run has computed other numbers than its first, as with a generator that is not put back.
+    on weights that FSDP has sharded over processes; in backward if an argument of a layer was
+    changed in place; and in the first backward if a layer's second run has saved other numbers than
+    its first, as with a generator that is not put back. (A Python number by which the last
+    operation of a segment multiplies is saved by none, and is not seen.)
     """
     found = find_layers(layers_or_model, layers)
     refuse_checkpointed(layers_in(found))
@@ -335,7 +337,10 @@ class _LayerCalls:
                 f'layer {i} was called before layer 0, at which "best" measures all layers'
             )
         for j in range(len(self.layers)):
-            x = self.chain.hidden(self._measure(j, x, rest, self.handover))
+            out = self._measure(j, x, rest, self.handover)
+            if self.chain.has_extra_outputs(out):
+                return  # nobody knows here what the next layer gets: each is its own segment
+            x = self.chain.hidden(out)
 
 
 def checkpoints_of(model: nn.Module) -> list[_LayerCalls]:

@@ -50,7 +50,8 @@ class Chain:
         """
         before = version_of(x)
         layers = self.layers[start : start + total_layers(segment)]
-        out = checkpoint_again(layers, partial(self.run, segment, start, rest=rest), x)
+        run = partial(self.run, segment, start, rest=rest)
+        out = checkpoint_again(layers, run, x, given=rest)
         if version_of(x) != before:
             raise RuntimeError(IN_PLACE.format(start))
         return out
