@@ -25,6 +25,7 @@ from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
+from .module_state import left_as_it_was
 from .second_run import FirstRun, checkpoint_again
 
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
@@ -124,8 +125,9 @@ class Tiled(CallOverride):
         sample = x[..., :tokens, :]  # a view, with the strides that slices have
         sample = sample.detach().requires_grad_()
         unseen = saved_tensors_hooks(lambda t: t, lambda t: t)
-        first = FirstRun([self.module])
-        with without_modes(), unseen, torch.random.fork_rng(), first.found_again():
+        others = FirstRun([self.module]).found_again()
+        state = left_as_it_was(self.module)
+        with without_modes(), unseen, torch.random.fork_rng(), others, state:
             # In a new context: transformers collects a forward's outputs through a context
             # variable.
             Context().run(self._check, run, sample)
