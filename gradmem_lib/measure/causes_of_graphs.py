@@ -138,7 +138,10 @@ UNUSED_SO_FAR = replace(UNUSED, find=_forwards_that_are(_may_be_unused))
 
 
 def _is_of_a_finished_turn(holder: Holder, facts: Facts) -> bool:
-    return holder.category == "activations" and holder.turn in facts.finished_turns
+    """Whether no backward needs it any more. Of older steps, a graph alone may have kept it."""
+    is_late = holder.step >= facts.peak.step - 1 or holder.keeper.graph
+    is_finished = holder.turn in facts.finished_turns
+    return is_late and is_finished and holder.category == "activations"
 
 
 def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:

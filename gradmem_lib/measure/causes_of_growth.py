@@ -22,7 +22,7 @@ from .cause import (
     cause_of,
     detached,
     in_words,
-    larger_than_its_tensor,
+    is_copy_of_a_storage,
     largest_held,
     name_of,
 )
@@ -141,6 +141,8 @@ def _place_of(holder: Holder) -> tuple | None:
         return holder.line, holder.op, holder.dtype
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
+    if held.kind == "gradient" and not holder.is_of_training:
+        return held.where, held.path
     if held.box:
         return held.where, LAYER.sub(".…", held.box)
     if held.graph:
@@ -166,7 +168,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
             return None
         of_one = {
             "name": COLLECTED,
-            "stays": min(total(newest), total(found.holders)),
+            "stays": min(total(newest) + found.changes["stays"], total(found.holders)),
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
@@ -205,13 +207,16 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
+    slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
+    changes["stays"] = sum(slices)
     if not in_an_evaluation:
         changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
     by = "something that has no name"
     if held.path:
-        by = f"`{name_of(held)}`"
-        changes["remedy"] = _remedy(held, old, in_an_evaluation)
+        name = _name_of(held, old)
+        by = f"`{name}`"
+        changes["remedy"] = _remedy(name, held, old, in_an_evaluation)
         if _is_history(held):
             changes["condition"] = f"If the history has {HISTORY} steps"
             changes["stays"] = min(total(old), HISTORY * each)
@@ -322,6 +327,10 @@ def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether old ones go while younger ones stay, so that there are always as many."""
     everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
     gone = list(filterfalse(facts.is_there_at_the_end, everything))
+    first = min((holder.end_sample for holder in gone), default=0)
+    then = [h for h in everything if h.first_sample < first <= h.end_sample]
+    if 2 * len(then) < len(group):
+        return False  # a queue that is filled faster than it is emptied
     gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
     one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
     return 2 * len(one_by_one) > len(gone)
@@ -337,16 +346,27 @@ def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
     return len(forwards) >= YOUNGER
 
 
-def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
+def _name_of(held: Held, holders: list[Holder]) -> str:
+    """The list, dict or attribute that holds most of these; of a list of objects, the attribute of
+    each that does. Of a model that is kept, each weight has an attribute.
+    """
+    in_an_entry = held.path.removeprefix(held.box)
+    if "]." in in_an_entry and not any(holder.is_of_training for holder in holders):
+        return held.path
+    return name_of(held)
+
+
+def _remedy(name: str, held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
     """What to do about most of the bytes that one name keeps."""
-    name = name_of(held)
     kinds = Counter[str]()
     for holder in holders:
         kind = "other"
         if holder.is_of_training:
             kind = holder.category
-        elif holder.computed_from == "parameters":
+        elif holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
             kind = "parameters"  # copies of weights
+        elif holder.keeper.part > 1:
+            kind = "slices"
         if holder.keeper.graph:
             kind = "graphs"
         kinds[kind] += holder.nbytes
@@ -363,6 +383,11 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
             f"`{name}` keeps gradients of earlier steps: keep a number of each, "
             "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
         )
+    if most == "slices":
+        return (
+            f"`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
+            "x.item() of a number, and of a slice a copy, x.clone()."
+        )
     if most == "optimizer" and not kinds["parameters"]:
         return (
             f"`{name}` keeps optimizers that no longer step, with their states: let go of one "
@@ -374,10 +399,15 @@ def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
             "and weights that are needed again on the host: {name: t.cpu() for name, t in "
             "model.state_dict().items()}."
         )
-    return _remedy_by_owner(held, name, in_an_evaluation, any(map(larger_than_its_tensor, holders)))
+    return _remedy_by_owner(held, name, in_an_evaluation)
 
 
-def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_ones: bool) -> str:
+def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
+    if held.kind == "gradient":
+        return (
+            f"each tensor keeps its gradient, `{name}`: take it by torch.autograd.grad(loss, x), "
+            "or set x.grad = None where it has been used."
+        )
     if held.kind == "cache":
         return (
             f"the cache of `{name}` keeps all its results: give it a limit, "
@@ -414,16 +444,10 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
             f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
             "smaller batch does not help."
         )
-    remedy = (
+    return (
         f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
         "tensor; and empty it when it has been used."
     )
-    if in_larger_ones:
-        remedy += (
-            " A loss of one number can lie in a storage as large as the tensor that it was computed"
-            " from, and .detach() keeps this storage: use .item()."
-        )
-    return remedy
 
 
 def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:

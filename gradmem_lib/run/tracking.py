@@ -184,7 +184,8 @@ class ScriptMeter(Meter):
     def look_at_the_host(self, steps: int, at_the_end: bool = False) -> None:
         counted = None
         if self.recording.device.type == "cpu":
-            counted = self.recording.total
+            # what was free once stays with the process
+            counted = self.recording.run_peak.total
         self.host.look(steps, counted, at_the_end)
 
     @shielded

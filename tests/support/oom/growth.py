@@ -175,7 +175,7 @@ def models_of_earlier_rounds_without_a_tracked_one(remedied=False):
     return heads_of_rounds(False, remedied)
 
 
-@has(GROWS)
+@has(GROWS, says="weights that are needed again on the host")
 def weights_of_each_epoch(remedied=False):
     kept = []
 

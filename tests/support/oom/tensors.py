@@ -418,6 +418,14 @@ def stored_scores(remedied=False):
     return trained_llama(model)
 
 
+@has(SCORES, says="output_attentions=False")
+def scores_that_are_returned(remedied=False):
+    model = llama(vocab=128)
+    model.set_attn_implementation("sdpa" if remedied else "eager")
+    model.config.output_attentions = not remedied
+    return trained_llama(model)
+
+
 @has(SCORES, says="runs already")
 def scores_that_are_dropped(remedied=False):
     model = llama(vocab=128)

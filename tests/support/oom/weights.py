@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import copy
 import io
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from support.oom import (
+    AGAIN,
     COPIED,
     FIRST_STEP,
     FOR_NOBODY,
@@ -29,6 +31,8 @@ from support.oom import (
     updated,
 )
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.nn.utils.parametrize import cached
 
 from gradmem_lib import MemoryTracker
 
@@ -49,6 +53,21 @@ def trained_beside(make, after=None, net=None, made_before=False, steps=2):
                 after(kept, net)
         del kept
     return tracker
+
+
+@has(AGAIN, line="layer(state) + ")
+def weights_of_each_time(remedied=False):
+    """A parametrized layer in a loop over time."""
+    layer = weight_norm(nn.Linear(64, 64))
+
+    def loss(i):
+        state = torch.zeros(4, 64)
+        with cached() if remedied else nullcontext():
+            for x in torch.randn(20, 4, 64):
+                state = torch.tanh(layer(state) + x)
+        return state.square().mean()
+
+    return trains(layer, loss)
 
 
 @has(COPIED)
@@ -294,20 +313,20 @@ def frozen_bf16():
 
 
 @has(GRADIENTS, line="copies.append(", says="running sum")
-def gradients_of_micro_batches(remedied=False):
-    """The noise of the gradient, from a copy for each micro-batch. ``remedied``: a running sum."""
-    net, x = Net(512), torch.randn(16, 64)
+def gradients_of_samples(remedied=False):
+    """The noise of the gradient, from a row for each sample. ``remedied``: a running sum."""
+    net, x = Net(512), torch.randn(1, 64)
     optimizer = sgd(net)
 
     def step(i):
         copies, squares = [], 0.0
-        for _ in range(6):
+        for _ in range(64):
             net(x).square().mean().backward()
             gradients = [parameter.grad for parameter in net.parameters()]
             if remedied:
                 squares += sum(gradient.norm().item() ** 2 for gradient in gradients)
             else:
-                copies.append([gradient.clone() for gradient in gradients])
+                copies.append(torch.cat([gradient.flatten() for gradient in gradients]))
         optimizer.step()
         optimizer.zero_grad()
 
