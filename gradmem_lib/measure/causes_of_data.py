@@ -16,7 +16,6 @@ from .cause import (
     Row,
     in_words,
     is_copy_of_a_storage,
-    lines_of_forwards,
 )
 from .facts import INPUTS, OF_A_TRAINING_STEP, Facts, total
 from .timeline import STEP, TOTAL, Holder

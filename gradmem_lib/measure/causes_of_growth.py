@@ -66,6 +66,42 @@ OF_A_LONGER_ONE = (
     "keep only numbers of it, or put the pieces into a list off the card, "
     "history.append(x.detach().cpu()), and join them once at the end."
 )
+OF_A_HISTORY = (
+    "the optimizer keeps a history of its steps: give it a shorter one, "
+    f"torch.optim.LBFGS(..., history_size={HISTORY})."
+)
+OF_A_HOOK = (
+    "a hook stays on its module, with all that it fills: call handle.remove() when the forward is "
+    "done, since a hook that each step registers is one more each time; or empty what it fills "
+    "where that has been used."
+)
+KEEP_LESS = (
+    "keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a tensor; "
+    "and empty it when it has been used."
+)
+# The remedies for what a name keeps, by what it is, ...
+OF_A_KIND = {
+    "gradients": "`{name}` keeps gradients of earlier steps: keep a number of each, "
+    "p.grad.norm().item(), or copies off the card, p.grad.cpu().",
+    "optimizer": "`{name}` keeps optimizers that no longer step, with their states: let go of one "
+    "before the next is made.",
+    "parameters": "the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
+    "and weights that are needed again on the host: {{name: t.cpu() for name, t in "
+    "model.state_dict().items()}}.",
+    "slices": "`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
+    "x.item() of a number, and of a slice a copy, x.clone().",
+}
+# ... and by the owner.
+OF_AN_OWNER = {
+    "cache": "the cache of `{name}` keeps all its results: give it a limit, lru_cache(maxsize=1), "
+    "or empty it, {name}.cache_clear().",
+    "gradient": "each tensor keeps its gradient, `{name}`: take it by torch.autograd.grad(loss, x),"
+    " or set x.grad = None where it has been used.",
+    ITERATOR: "`{name}` keeps what it has given, as itertools.cycle(loader) and itertools.tee do: "
+    "write a generator that goes over the loader again, while True: yield from loader.",
+    "window": "give `{name}` a smaller bound, or keep what is in it off the card: "
+    "x.detach().cpu().",
+}
 
 
 def growing_holders(facts: Facts) -> Sequence[Holder]:
@@ -360,74 +396,34 @@ def _remedy(name: str, held: Held, holders: list[Holder], in_an_evaluation: bool
     """What to do about most of the bytes that one name keeps."""
     kinds = Counter[str]()
     for holder in holders:
-        kind = "other"
-        if holder.is_of_training:
-            kind = holder.category
-        elif holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
-            kind = "parameters"  # copies of weights
-        elif holder.keeper.part > 1:
-            kind = "slices"
-        if holder.keeper.graph:
-            kind = "graphs"
-        kinds[kind] += holder.nbytes
+        kinds[_what_it_is(holder)] += holder.nbytes
     most = kinds.most_common(1)[0][0]
+    if most == "optimizer" and kinds["parameters"]:
+        most = "parameters"  # of whole models
     if _is_history(held):
-        return (
-            "the optimizer keeps a history of its steps: give it a shorter one, "
-            f"torch.optim.LBFGS(..., history_size={HISTORY})."
-        )
+        return OF_A_HISTORY
     if most == "graphs":
         return detached(held)
-    if most == "gradients":
-        return (
-            f"`{name}` keeps gradients of earlier steps: keep a number of each, "
-            "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
-        )
-    if most == "slices":
-        return (
-            f"`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
-            "x.item() of a number, and of a slice a copy, x.clone()."
-        )
-    if most == "optimizer" and not kinds["parameters"]:
-        return (
-            f"`{name}` keeps optimizers that no longer step, with their states: let go of one "
-            "before the next is made."
-        )
-    if most != "other":
-        return (
-            f"the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
-            "and weights that are needed again on the host: {name: t.cpu() for name, t in "
-            "model.state_dict().items()}."
-        )
+    if most in OF_A_KIND:
+        return OF_A_KIND[most].format(name=name)
     return _remedy_by_owner(held, name, in_an_evaluation)
 
 
+def _what_it_is(holder: Holder) -> str:
+    if holder.keeper.graph:
+        return "graphs"
+    if holder.is_of_training:
+        return holder.category
+    if holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
+        return "parameters"  # copies of weights
+    return "slices" if holder.keeper.part > 1 else "other"
+
+
 def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
-    if held.kind == "gradient":
-        return (
-            f"each tensor keeps its gradient, `{name}`: take it by torch.autograd.grad(loss, x), "
-            "or set x.grad = None where it has been used."
-        )
-    if held.kind == "cache":
-        return (
-            f"the cache of `{name}` keeps all its results: give it a limit, "
-            f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
-        )
-    if held.kind == ITERATOR:
-        return (
-            f"`{name}` keeps what it has given, as itertools.cycle(loader) does: write a generator "
-            "that goes over the loader again, while True: yield from loader."
-        )
-    if held.kind == "window":
-        return (
-            f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
-        )
+    if held.kind in OF_AN_OWNER:
+        return OF_AN_OWNER[held.kind].format(name=name)
     if HOOKS in held.path:
-        return (
-            "a hook stays on its module, with all that it fills: call handle.remove() when the "
-            "forward is done, since a hook that each step registers is one more each time; or "
-            "empty what it fills where that has been used."
-        )
+        return OF_A_HOOK
     if held.kind == MODULE_ATTRIBUTE:
         filled_by = "the forward"
         if held.hook is not None:
@@ -437,16 +433,13 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
             f"`{name}` stays on the module: empty it where it has been used, and let {filled_by} "
             "fill it only where something takes it out again."
         )
-    if in_an_evaluation:
-        if not held.in_script:
-            return OF_A_TRAINER
-        return (
-            f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
-            "smaller batch does not help."
-        )
+    if not in_an_evaluation:
+        return KEEP_LESS.format(name=name)
+    if not held.in_script:
+        return OF_A_TRAINER
     return (
-        f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
-        "tensor; and empty it when it has been used."
+        f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A smaller "
+        "batch does not help."
     )
 
 

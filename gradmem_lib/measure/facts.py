@@ -16,7 +16,7 @@ from ..names import MOMENTS
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
-# What stands in ``Holder.op`` of a parameter of another model, which was there before its first use.
+# The ``Holder.op`` of a parameter of another model, which was there before its first use.
 FIRST_READ_PARAMETER = "first read as a parameter"
 # The ``Holder.module`` of what a model was called with.
 INPUTS = "inputs"
