@@ -40,7 +40,6 @@ ROWS: tuple[Row, ...] = (
     data.DATA_WAITS,
     growth.FULL,
     weights.SECOND_MODEL,
-    weights.COMPUTED_AGAIN,
     graphs.IDLE_CHECKPOINTS,
     data.ONE_LARGE_STEP,
     weights.FIRST_STATES,

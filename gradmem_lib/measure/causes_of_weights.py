@@ -9,16 +9,7 @@ from typing import Any
 
 import torch
 
-from .cause import (
-    ALMOST_ALL,
-    DOMINATES,
-    SEVERAL,
-    WORTH,
-    Group,
-    Row,
-    is_copy_of_a_storage,
-    those,
-)
+from .cause import ALMOST_ALL, DOMINATES, WORTH, Group, Row, is_copy_of_a_storage, those
 from .facts import IN_OPTIMIZER_STEP, INPUTS, Facts, total
 from .timeline import Holder
 
@@ -225,33 +216,6 @@ def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:
     if facts.of_another_model(holder) or is_copy_of_a_storage(holder):
         return True
     return holder.computed_from == "parameters"
-
-
-def _computed_again(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """What one step computes from weights alone, several times: a parametrization of a layer that a
-    loop over time calls.
-    """
-    places = defaultdict[tuple, list[Holder]](list)
-    for holder in free:
-        of_weights = holder.computed_from == "parameters" and holder.category == "activations"
-        if of_weights and holder.turn == facts.peak.turn:
-            places[holder.module, holder.line, holder.op, holder.shape].append(holder)
-    again = [alike for alike in places.values() if len(alike) >= SEVERAL]
-    found = [holder for alike in again for holder in alike]
-    words = {"times": max(map(len, again), default=0)}
-    return Group(found, words, {"stays": total(alike[0] for alike in again)})
-
-
-COMPUTED_AGAIN = Row(
-    "Weights are computed again and again",
-    "{size} at the peak were computed from weights alone, up to {times} times the same in one step:"
-    " {kinds}.",
-    "compute them once before the loop: with torch.nn.utils.parametrize.cached(): around it, where "
-    "a parametrization does it (weight_norm, spectral_norm, orthogonal), or a variable.",
-    _computed_again,
-    least=DOMINATES,
-    condition="If each of them is computed once",
-)
 
 
 def _of_another_model(holder: Holder, facts: Facts) -> bool:

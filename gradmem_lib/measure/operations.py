@@ -254,9 +254,10 @@ class OperationMeter:
             for part in map(self.recording.entry_of, tensors_in(args)):
                 if part is not None and part.op is entry.op and part.nbytes <= entry.nbytes:
                     entry.continues = True
-        # Also in a forward: a copy of the weights may be made with a graph.
-        in_a_forward = entry.moment in (BETWEEN_STEPS, TRAINING_FORWARD)
-        if in_a_forward and not operators.reads_only_a_shape(entry.op):
+        # A copy of the weights that is made with a graph looks like a forward without modules.
+        in_no_module = entry.moment == TRAINING_FORWARD and not self.stack
+        outside = entry.moment == BETWEEN_STEPS or in_no_module
+        if outside and not operators.reads_only_a_shape(entry.op):
             entry.source = self._category_of_reads(args)
         if entry.moment == BETWEEN_STEPS:
             return

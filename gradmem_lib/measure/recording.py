@@ -41,7 +41,7 @@ class Entry(weakref.ref):
 
     Few entries have these, and the others have the values below. ``expanded``: it is several times
     larger than all that it was computed from. ``is_result``: an outermost module has returned it.
-    ``source``: the category of all that it was computed from. ``stop``: the
+    ``source``: the category of all that it was computed from outside of modules. ``stop``: the
     first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
     this weight, or this state. ``continues``: a part of it was joined before. ``in_parts``: parts
     of it were taken between steps, or at its first use.

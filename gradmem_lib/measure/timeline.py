@@ -55,8 +55,8 @@ class Holder(NamedTuple):
     and it is several times larger than all that the operation has read (and that was no weight).
     ``made_in``: the moment in which it was made, or first read. ``is_result``: an outermost module
     has returned it. ``computed_from``: "gradients" or "parameters" if it was made between steps, or
-    in a training forward, and nothing else went into it; otherwise empty. A copy of a gradient
-    counts as a gradient. ``samples``: the recording's first sample with it, and the first
+    with a graph outside of all modules, and nothing else went into it; otherwise empty. A copy of a
+    gradient counts as a gradient. ``samples``: the recording's first sample with it, and the first
     one without it. ``updated``: the last step of an optimizer that has this weight, or this state,
     also after the peak; -1 if there was none. ``continues``: a part of it was joined before.
     ``in_parts``: parts of it were taken between steps, as batches of a data set are.

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import copy
 import io
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from support.oom import (
-    AGAIN,
     COPIED,
     FIRST_STEP,
     FOR_NOBODY,
@@ -31,8 +29,6 @@ from support.oom import (
     updated,
 )
 from torch import nn
-from torch.nn.utils.parametrizations import weight_norm
-from torch.nn.utils.parametrize import cached
 
 from gradmem_lib import MemoryTracker
 
@@ -53,21 +49,6 @@ def trained_beside(make, after=None, net=None, made_before=False, steps=2):
                 after(kept, net)
         del kept
     return tracker
-
-
-@has(AGAIN, line="layer(state) + ")
-def weights_of_each_time(remedied=False):
-    """A parametrized layer in a loop over time."""
-    layer = weight_norm(nn.Linear(64, 64))
-
-    def loss(i):
-        state = torch.zeros(4, 64)
-        with cached() if remedied else nullcontext():
-            for x in torch.randn(20, 4, 64):
-                state = torch.tanh(layer(state) + x)
-        return state.square().mean()
-
-    return trains(layer, loss)
 
 
 @has(COPIED)
