@@ -60,7 +60,7 @@ HELD_BY_NO_NAME = (
     "no list and no variable of the script keeps them. Look at what this line calls, and where its "
     "results go: a torch.autograd.Function that puts its own output on ctx keeps it until Python's "
     "collector runs (write ctx.save_for_backward(y) in place of ctx.y = y), and a library may have "
-    "a queue, a buffer, or a callback that was given them (weakref.finalize)."
+    "a queue or a buffer that was given them."
 )
 OF_A_LONGER_ONE = (
     "keep only numbers of it, or put the pieces into a list off the card, "

@@ -55,12 +55,12 @@ COMPUTED = ("activations", "temporaries")
 
 
 def _is_double(holder: Holder, facts: Facts) -> bool:
-    """Whether it is in float64 beside weights in a narrower dtype: numpy's numbers are float64, and
-    so is what ``.double()`` makes.
+    """Numpy's numbers are float64, and so is what ``.double()`` makes. An optimizer may have wider
+    states than weights.
     """
     dtypes = facts.structure.dtypes.values()
-    beside_narrower = bool(dtypes) and torch.float64 not in dtypes
-    return beside_narrower and holder.dtype is torch.float64 and holder.category != "optimizer"
+    is_chosen = holder.category == "optimizer" and torch.float64 not in dtypes
+    return bool(dtypes) and holder.dtype is torch.float64 and not is_chosen
 
 
 def _from_data_on(double: list[Holder], facts: Facts) -> Group:
@@ -72,11 +72,11 @@ def _from_data_on(double: list[Holder], facts: Facts) -> Group:
 
 DOUBLE = Row(
     "Tensors are in float64",
-    "{size} at the peak are in float64, though no weight is. What is computed from a float64 "
-    "tensor and a float32 one is float64.",
+    "{size} at the peak are in float64. What is computed from a float64 tensor and a float32 one "
+    "is float64.",
     "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
     "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them. Where "
-    ".double() or dtype=torch.float64 has made them, float32 has half as many bytes.",
+    ".double() or dtype=torch.float64 has made them, as weights, model.float() leaves half.",
     those(_is_double, _from_data_on),
     least=2 * WORTH,
     stays=0.5,

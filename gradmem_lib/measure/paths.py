@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -138,7 +139,8 @@ def who_holds(
             generators, iterators = _names_of_loops()
             walk.search(generators)
         walk.in_script = False
-        walk.search(of_libraries)
+        callbacks = Edge("weakref.finalize", vars(weakref.finalize)["_registry"])
+        walk.search([*of_libraries, callbacks])
         walk.search(iterators)
         if not everywhere and walk.is_complete and not walk.has_enough():
             for key in wanted:

@@ -53,18 +53,6 @@ PROGRAMS = {
         "`trials`",
         "own.step()",
     ),
-    "keys of a dict": Program(
-        "priorities = {}\n"
-        "for i in range(10):\n"
-        "    x = torch.randn(512, 64)\n"
-        "    step(x)\n"
-        "    priorities[x] = 1.0\n",
-        "priorities[x]",
-        "priorities[i]",
-        GROWTH,
-        "`priorities`",
-        "x = torch.randn",
-    ),
     "slices of an evaluation's outputs": Program(
         "first = []\n"
         "with torch.no_grad():\n"

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.oom import (
     COPIED,
+    DOUBLE,
     FIRST_STEP,
     FOR_NOBODY,
     GRADIENTS,
@@ -263,7 +264,7 @@ def momentum_sgd():
     return trained(net, optimizer, step, steps=2)
 
 
-@has(WIDE)
+@has(DOUBLE, says="model.float()")
 def double_weights(remedied=False):
     net = Net(4096) if remedied else Net(4096).double()
     x = torch.randn(8, 64, dtype=net.body[0].weight.dtype)
