@@ -10,7 +10,6 @@ from math import ceil
 from ..units import format_bytes
 from .cause import (
     DOMINATES,
-    FILLED,
     MANY,
     Group,
     Row,
@@ -53,8 +52,6 @@ def _waits(kind: list[Holder], facts: Facts) -> bool:
         first, last = facts.samples_of_the_step
         there = [h for h in kind if h.first_sample <= first and last < h.end_sample]
         return 2 * len(there) > len(kind)
-    if kind[0].op in FILLED and newest >= facts.peak_time - 1:
-        return False  # scores of a whole image, which are being filled
     rows = max((*kind[0].shape[:1], 1))
     return rows > facts.batch_rows and any(holder.in_parts for holder in kind)
 

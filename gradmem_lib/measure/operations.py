@@ -97,7 +97,7 @@ class OperationMeter:
         """Before a step, a part was taken from a tensor, or is written into: data has batches."""
         entry = self.recording.entry_of(tensor)
         if entry is not None and entry.category == names.OTHER:
-            entry.in_parts = True
+            entry.parts_until = self.recording.step
 
     def _is_counted(self, tensor: Any) -> bool:
         """Whether the storage of a plain tensor is among those that live."""
@@ -175,7 +175,8 @@ class OperationMeter:
             if counted and not is_copied:
                 entry = recording.live[storage_key(storage)]
                 entry.step = EXISTED
-                entry.in_parts = func in operators.parts_of_a_tensor
+                if func in operators.parts_of_a_tensor:
+                    entry.parts_until = recording.step
             nbytes += counted
         return nbytes
 

@@ -47,7 +47,7 @@ def data_set_on_the_device(remedied=False):
     return trains(net, loss, adamw, steps=4)
 
 
-@has(EXPANDED)
+@has(DATA)
 def data_set_beside_an_evaluation(remedied=False):
     """All rows are on the device during the steps; an evaluation without them comes first."""
     net = Net()
