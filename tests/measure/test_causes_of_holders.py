@@ -56,8 +56,8 @@ PROGRAMS = {
     "slices of an evaluation's outputs": Program(
         "first = []\n"
         "with torch.no_grad():\n"
-        "    for _ in range(12):\n"
-        "        first.append(net(torch.randn(512, 64))[:8])\n",
+        "    for i in range(12):\n"
+        "        first.append(net(torch.randn(400 + 32 * i, 64))[:8])\n",
         "[:8]",
         "[:8].clone()",
         COLLECTED,
@@ -95,12 +95,11 @@ PROGRAMS = {
         "    def features(self):\n"
         "        return net(self.x.repeat(64, 1)).detach()\n"
         "graphs = [Graph() for _ in range(12)]\n"
-        "for _ in range(2):\n"
-        "    for graph in graphs:\n"
-        "        step(graph.features)\n",
+        "for graph in graphs:\n"
+        "    step(graph.features)\n",
         "functools.cached_property",
         "property",
-        "A name keeps what many steps have made",
+        GROWTH,
         "`graphs[…].features`",
         "return net(",
     ),
