@@ -232,9 +232,9 @@ class ScriptMeter(Meter):
         """Find the number with the longest graph. One that was found before in a variable of a
         function that has ended stays.
         """
-        began = time.perf_counter()
+        began = time.process_time()
         found = longest_graph(frame, error, self.step_begins)
-        self.walks.spent += time.perf_counter() - began
+        self.walks.spent += time.process_time() - began
         if found[1]:
             self.long_graph = found
 
