@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -264,6 +265,14 @@ def test_a_run_has_the_same_bytes_with_walks(program, monkeypatch):
     tracker = program.__wrapped__()
     assert tracker._meter.walks.count >= 1
     assert tracker.timeline.totals == without
+
+
+def test_a_machine_that_runs_something_else_takes_no_walk_away(monkeypatch):
+    monkeypatch.setattr(Meter, "seconds_for_walks", 999)
+    monkeypatch.setattr("time.perf_counter", itertools.count(0, 1000).__next__)
+    with MemoryTracker(live=False) as tracker:
+        tracker._meter.walks.walk(None)
+        assert tracker._meter.walks.has_time()
 
 
 def test_a_tracker_does_not_count_what_the_walk_asks_for():
