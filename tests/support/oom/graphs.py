@@ -461,3 +461,27 @@ def outputs_of_the_step_before(remedied=False):
             if remedied:
                 del out
     return tracker
+
+
+@has()
+def targets_that_each_step_reads():
+    """The features of a picture, which all steps compare with those of another one."""
+    body, wanted = Net().body, torch.randn(512, 64)
+    picture = wanted.clone().requires_grad_()
+    optimizer, targets = torch.optim.SGD([picture], lr=0.1), []
+
+    def features(x):
+        for layer in body:
+            x = layer(x)
+            yield x
+
+    def step(i):
+        if i == 0:
+            targets.extend(features(wanted))
+        pairs = zip(features(picture), targets, strict=True)
+        loss = sum(F.mse_loss(*pair) for pair in pairs)
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+
+    return trained(body, optimizer, step, steps=6)
