@@ -165,7 +165,7 @@ class Neighbours(nn.Module):
         return self.layer(pairs).relu().mean()
 
 
-@has(ONE_STEP, LOGITS)
+@has(ONE_STEP, LOGITS, line="self.layer(pairs)")
 def more_neighbours_in_one_step():
     """As many points in each step, and in one of them they are nearer to each other."""
     net, sizes = Neighbours(), (4, 4, 4, 4, 1, 4)
