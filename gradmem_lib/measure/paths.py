@@ -139,7 +139,7 @@ def who_holds(
             generators, iterators = _names_of_loops()
             walk.search(generators)
         walk.in_script = False
-        callbacks = Edge("weakref.finalize", vars(weakref.finalize)["_registry"])
+        callbacks = Edge("weakref.finalize", dict(vars(weakref.finalize)))
         walk.search([*of_libraries, callbacks])
         walk.search(iterators)
         if not everywhere and walk.is_complete and not walk.has_enough():

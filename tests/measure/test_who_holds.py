@@ -52,8 +52,9 @@ WAYS = {
     "kept = {'best': (torch.zeros(9),), 4: 1}": "kept['best'][…]",
     "kept = {'step_3': torch.zeros(9)}": "kept[…]",
     "kept = {torch.zeros(9): 'a key'}": "kept[…]",
-    "import weakref\nclass Run: pass\nrun = Run()\n"
-    "weakref.finalize(run, print, torch.zeros(9))": "weakref.finalize[…].args[…]",
+    "import weakref\nclass Run: pass\nrun = Run()\nweakref.finalize(run, print, torch.zeros(9))": (
+        "weakref.finalize['_registry'][…].args[…]"
+    ),
     "class Run:\n    best = torch.zeros(9)": "Run.best",
     "class Run:\n    __slots__ = ['best']\nrun = Run()\nrun.best = torch.zeros(9)": "run.best",
     "net = nn.Linear(9, 9)": "net.weight",
