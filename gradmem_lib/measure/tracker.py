@@ -427,6 +427,7 @@ class MemoryTracker:
                     computed_from=SOURCES[entry.source],
                     updated=entry.updated,
                     continues=entry.continues,
+                    in_parts=entry.parts_until > entry.step,
                     held=(likely or {}).get(id(entry)) or entry.held,
                 )
             )
