@@ -61,16 +61,18 @@ def find_causes(facts: Facts) -> list[Cause]:
         return []
     found = list[Cause]()
     free = list(facts.at_peak)  # to be claimed by a row
+    enough = facts.excess
     for row in ROWS:
         if row.alone and found:
             continue
-        goes_on = any(cause.growing for cause in found)  # less would be too much a step later
-        cause = cause_of(row, free, facts, None if goes_on else facts.excess)
+        cause = cause_of(row, free, facts, enough)
         if cause is None:
             continue
         found.append(replace(cause, limit=limit_of(cause, facts), held=_holder_of(cause)))
         if row.claims:
             free = _not_claimed(free, cause)
+        if cause.growing:
+            enough = None  # there would be too much a step later
     return sorted(found, key=lambda cause: _is_small(cause, facts))
 
 

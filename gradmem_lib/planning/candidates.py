@@ -111,7 +111,9 @@ class Candidates(Question):
         frozen, trained = self.work.bytes_per_number
         if method == "qlora":
             # Autocast makes all but the matrices in 4 bits wider: only where bf16 is slow.
-            precisions = ["bf16"] if self.card.bf16 else [mixed, "bf16"]
+            precisions = ["bf16"]
+            if not self.card.bf16:
+                precisions.insert(0, mixed)
         elif frozen != trained:
             # the adapters have a dtype of their own: keep both as they are
             precisions.insert(0, None)
