@@ -26,7 +26,15 @@ class Parser(argparse.ArgumentParser):
     """argparse's parser, whose errors fit the terminal and name the command that explains more."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, wrapped(f"{message}. See {self.prog} --help") + "\n")
+        end = "" if message.endswith("?") else "."
+        self.exit(2, wrapped(f"{message}{end} See {self.prog} --help") + "\n")
+
+    def parse_known_args(self, args=None, namespace=None):
+        """What a command does not know is its own error, which names its help."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"{' '.join(unknown)} is not known")
+        return found, unknown
 
 
 class _Version(argparse.Action):

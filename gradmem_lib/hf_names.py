@@ -59,7 +59,7 @@ TABLES = (
 
 # Of the types of models that model/models.json has, those that take pictures or sounds and no
 # tokens. The command line asks before transformers is imported.
-NO_TOKENS = ("dinov2", "vit", "wav2vec2")
+NO_TOKENS = ("dinov2", "resnet", "swin", "vit", "wav2vec2")
 
 # The labels that a model takes, by the end of its class's name. Other models take tokens; ``None``:
 # the name does not say.

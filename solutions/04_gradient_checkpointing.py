@@ -286,11 +286,11 @@ print("  k  your formula, with gradients    measured")
 for k in (1, 2, 4, 8, 16, 32, 64):
     formula = kept_at_peak(uniform_segments(64, k), x, x) + 3 * x + 8
     peaks[k] = peak(chain, k, lambda: chain(inputs).abs().sum().backward())
-    print(f"{k:>3}{formula:>30,}{peaks[k]:>12,}  " + "█" * round(peaks[k] / x))
+    print(f"{k:>3}{formula:>30,}{peaks[k]:>12,}")
 guess_b.reveal(formula=64**0.5, measured=min(peaks, key=peaks.get))
 
 # %% [markdown]
-# The bars are shortest at √64. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
+# The peak is lowest at √64, as the explorer drew it. With 3 boundaries of gradients on their way (and 8 bytes for the loss and
 # its gradient) your formula is right to the byte.
 # <!-- holds: peaks == {k: (kept_at_peak(uniform_segments(64, k), 1, 1) + 3) * inputs.nbytes + 8 for k in peaks} -->
 #
@@ -310,8 +310,8 @@ claims.show("C27", "C21")
 # %% [markdown]
 # ## 5 · A real Transformer
 #
-# If a layer keeps more than its input, a segment costs more and a boundary costs the same. Where are the bars shortest
-# then?
+# If a layer keeps more than its input, a segment costs more and a boundary costs the same. Where is the peak
+# lowest then?
 #
 # ### Exercise 4.6 · the best segment length
 #

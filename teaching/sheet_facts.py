@@ -221,7 +221,7 @@ def lesson_03(found: Printed) -> Sheet:
 
 
 def lesson_04(found: Printed) -> Sheet:
-    table = found.rows(r"^ +(\d+) +[\d,]+ +([\d,]+)  █")
+    table = found.rows(r"^ +(\d+) +[\d,]+ +([\d,]+)$")
     best = min(table, key=lambda row: number(row[1]))[0]
     pairs = [(f"k = {k}", number(nbytes) / 1e6) for k, nbytes in table]
     root, one = found.rows(r"^Llama-2-7B +32 layers +[\d.]+ +(\d+): [\d.]+ +(\d+): ")[0]

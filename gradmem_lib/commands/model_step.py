@@ -90,6 +90,7 @@ def command_words(message: str, names: Iterable[str]) -> str:
     for name in names:
         option = "--" + name.replace("_", "-")
         message = re.sub(rf"\b{name}=None:", f"{option} is not given:", message)
+        message = re.sub(rf"\b{name}=None\b", f"{option} none", message)
         message = re.sub(rf"\b{name}=True\b", option, message)
         message = re.sub(rf"\b{name}='([^']*)'", rf"{option} '\1'", message)
         message = re.sub(rf"\b{name}=", f"{option} ", message)

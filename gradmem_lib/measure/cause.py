@@ -231,7 +231,10 @@ def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
     if group is None:
         return None
     nbytes = group.changes.get("nbytes", total(group.holders))
-    if nbytes < row.least * facts.peak.total:
+    least = row.least * facts.peak.total
+    if facts.excess:  # what is enough to stay within the budget is worth a change
+        least = max(min(least, facts.excess), WORTH * facts.peak.total)
+    if nbytes < least:
         return None
     held, _ = largest_held(group.holders)
     words = {

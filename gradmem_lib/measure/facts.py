@@ -49,6 +49,7 @@ class Facts:
     moments: frozenset[str] = frozenset()
     recomputed: bool = False  # a forward ran again in a backward
     ended: bool = False  # the block has ended; a budget interrupts it
+    excess: int = 0  # how many bytes more than the budget were asked for, if it was exceeded
     batch_rows: int = 0  # of the training's largest batch; 0 if they are not known
 
     # The model; without parts if there was none.

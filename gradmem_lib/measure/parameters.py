@@ -215,7 +215,7 @@ class ParameterMeter(OperationMeter):
             entry = recording.live.get(storage_key(storage))
             taken = entry is not None and entry.category in (names.PARAMETERS, names.GRADIENTS)
             if not taken:
-                recording.tag_storage(storage, names.OPTIMIZER, name)
+                recording.tag_storage(storage, names.OPTIMIZER, name, tensor)
 
     def tag_states_being_made(self) -> None:
         """In an optimizer's first step: count as states what it has made for a parameter that had

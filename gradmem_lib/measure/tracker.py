@@ -456,6 +456,7 @@ class MemoryTracker:
             turns=recording.turn + 1,
             moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
             ended=self._state == "done" and not self._interrupted,
+            excess=0 if self.budget is None else max(0, recording.total - self.budget),
             optimized=meter.optimized(),
             structure=meter.structure(),
             recomputed=meter.recomputed,

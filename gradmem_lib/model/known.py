@@ -12,7 +12,8 @@ def model_table() -> dict[str, dict[str, Any]]:
     config that differ from transformers' defaults.
 
     The rows up to Phi-3.5-MoE were taken on 25 November 2026, and those below it on 29 November
-    2026, from configs that public repositories keep. Each has the published number of parameters.
+    2026, from FLAN-T5 on one day later, from configs that public repositories keep. Each has the
+    published number of parameters.
     """
     return json.loads(files(__package__).joinpath("models.json").read_text(encoding="utf-8"))
 

@@ -25,11 +25,17 @@ class Program:
     def prepare(self) -> None:
         """Set what a program sees of its start: ``sys.argv`` and ``sys.path``.
 
-        Raises ``CannotRun`` for a script that does not exist.
+        Raises ``CannotRun`` for a script that does not exist, and for a notebook.
         """
         if not self.as_module and not os.path.isfile(self.name):
             raise CannotRun(
                 f"{self.name}: there is no such file. Give a Python script, or -m MODULE"
+            )
+        if not self.as_module and self.name.endswith(".ipynb"):
+            script = self.name.removesuffix(".ipynb") + ".py"
+            raise CannotRun(
+                f"{self.name} is a notebook. Make a script of it first: jupyter nbconvert --to "
+                f"script {self.name}. Then: gradmem run {script}"
             )
         folder = os.getcwd()
         if not self.as_module:

@@ -244,8 +244,8 @@ def set_attention(model: nn.Module, name: str | None) -> None:
         model.set_attn_implementation(name)
     except ValueError as error:
         raise ValueError(
-            f"{type(model).__name__} has no fused attention: give Recipe(attention=None), which "
-            f"keeps its own ({attention_of(model)!r})"
+            f"{type(model).__name__} has no fused attention: give attention=None, which keeps "
+            f"its own ({attention_of(model)!r})"
         ) from error
 
 

@@ -24,7 +24,8 @@ from gradmem_lib.model.known import _sizes_of, model_table
 # language models' heads included once. (Without the pooler and the head for pairs of sentences that
 # the multilingual BERT's file has besides, and without the layers that predict several tokens at
 # once in the files of Qwen3.5, Qwen3-Next, GLM-4.5 and DeepSeek-V3, which transformers leaves out,
-# and the scales of Ministral's 8-bit files.)
+# and the scales of Ministral's 8-bit files. FLAN-T5 and mT5 have a head of their own in their
+# files, the small one 32,128 x 512 of 76,961,152; transformers 5 ties it.)
 PUBLISHED = {}
 for row in """\
 SmolLM2-135M                       134,515,008
@@ -301,6 +302,16 @@ Gemma-4-26B-A4B                   25,805,933,872
 Nemotron-3-Nano-30B-A3B           31,577,937,344
 Nemotron-Nano-9B-v2                8,888,227,328
 StableLM-3B                        2,795,443,200
+FLAN-T5-small                         60,511,616
+FLAN-T5-base                         222,903,552
+FLAN-T5-large                        750,251,008
+FLAN-T5-XL                         2,783,959,040
+FLAN-T5-XXL                       11,003,736,064
+mT5-small                            172,119,424
+mT5-base                             390,315,264
+BART-large-CNN                       406,290,432
+Swin-tiny                             28,288,354
+ResNet-50                             25,557,032
 """.splitlines():
     name, total = row.rsplit(maxsplit=1)
     PUBLISHED[name] = int(total.replace(",", ""))
@@ -349,6 +360,9 @@ phi2 | Phi-2 | microsoft/phi-2
 gpt2 | GPT-2 | openai-community/gpt2
 bert-base-uncased | BERT-base | google-bert/bert-base-uncased
 t5 small | T5-small | google-t5/t5-small
+google/flan-t5-xl | FLAN-T5-XL | google/flan-t5-xl
+facebook/bart-large-cnn | BART-large-CNN | facebook/bart-large-cnn
+lmsys/vicuna-7b-v1.5 | Llama-2-7B | lmsys/vicuna-7b-v1.5
 Qwen3-8B-Instruct | Qwen3-8B | Qwen/Qwen3-8B
 unsloth/Qwen2.5-7B-Instruct-bnb-4bit | Qwen2.5-7B | Qwen/Qwen2.5-7B
 unsloth/llama-3-8b-bnb-4bit | Llama-3-8B | meta-llama/Meta-Llama-3-8B

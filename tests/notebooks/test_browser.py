@@ -426,34 +426,44 @@ def test_the_moving_and_the_still_picture_are_as_wide(browser):
     page.close()
 
 
-STACKS = """async ([frame, packed, appearance]) => {
+READ = """async ([frame, packed, appearance]) => {
   const bytes = (list) => Uint8Array.from(list);
   const run = await withBlocks(decodeFrame(new DataView(bytes(frame).buffer), 6), bytes(packed));
-  return GROUPINGS.map((by) => {
-    const groups = arrange(run, by, appearance);
+  const placesOf = (groups) => {
     const places = (i) => stackAt(groups, i).map(({ low, bytes }) => [low, bytes]);
     return Array.from({ length: run.n }, (_, i) => places(i));
-  });
+  };
+  const whole = GROUPINGS.map((by) => placesOf(arrange(run, by, appearance)));
+  const one = (name) => placesOf(arrangeOne(run, name, "category", appearance));
+  return [whole, appearance.names.map((name) => [name, one(name)])];
 }"""
 
 
-def test_each_grouping_stacks_the_bytes_of_each_moment_without_a_gap(browser):
+@pytest.mark.parametrize("grows", [False, True])
+def test_all_groups_and_one_alone_have_the_bytes_of_each_moment_without_a_gap(browser, grows):
     net = torch.nn.Sequential(torch.nn.Linear(30, 70), torch.nn.Tanh(), torch.nn.Linear(70, 9))
     adam = torch.optim.Adam(net.parameters(), foreach=False)
+    kept = []
     with MemoryTracker(net, adam) as tracker:
-        for _ in range(2):
-            net(torch.ones(11, 30)).square().sum().backward()
+        for _ in range(8):
+            y = net(torch.ones(1100, 30))
+            if grows:
+                kept.append(y)
+            y.square().sum().backward()
             adam.step()
             adam.zero_grad()
     timeline = tracker.timeline
+    assert (timeline.growing is not None) == grows
     frame, blocks = encode_frame(timeline, None, None, True), encode_blocks(timeline)
-    script = f"(given) => {{ {drawing()}; return ({STACKS})(given); }}"
+    script = f"(given) => {{ {drawing()}; return ({READ})(given); }}"
     page = browser.new_page()
     page.goto("about:blank")
-    found = page.evaluate(script, [list(frame), list(blocks), APPEARANCE])
-    assert len(found) == 4
-    for moments in found:
-        assert [sum(nbytes for _, nbytes in stack) for stack in moments] == timeline.totals
+    whole, alone = page.evaluate(script, [list(frame), list(blocks), APPEARANCE])
+    assert len(whole) == 4
+    stated = [(moments, timeline.totals) for moments in whole]
+    stated += [(moments, timeline.by_category[name]) for name, moments in alone]
+    for moments, totals in stated:
+        assert [sum(nbytes for _, nbytes in stack) for stack in moments] == list(totals)
         for stack in moments:
             ends = [0, *(low + nbytes for low, nbytes in stack)]
             assert [low for low, _ in stack] == ends[:-1]

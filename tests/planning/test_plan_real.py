@@ -44,7 +44,7 @@ QUESTIONS = [
 ]
 
 
-@pytest.mark.parametrize("question", each(6, QUESTIONS), ids=lambda question: question[0])
+@pytest.mark.parametrize("question", each(12, QUESTIONS), ids=lambda question: question[0])
 def test_the_best_found_is_the_best_of_all_by_real_predictions(question, monkeypatch):
     """On cards of several sizes, from one byte too small to ample."""
     family, changed, card, rows, method, target, seq_len, cards, margin = question

@@ -130,6 +130,10 @@ REFUSED = {
     "class Makefile": "Makefile is not a folder",
     "explain no-such-file.txt": "there is no such file",
     "plan tiny-llama": "--card",
+    "predict gpt2 --batch-size 1 --card T4": (
+        "--card T4 is not known. See python -m gradmem_lib predict --help"
+    ),
+    "plan gpt2 --method lroa": "did you mean lora? See python -m gradmem_lib plan --help",
 }
 
 
@@ -383,6 +387,7 @@ def test_what_takes_long_is_said(capsys, monkeypatch):
     [
         ("seq_len=None: give a number", "--seq-len is not given: give a number"),
         ("in_backward=True frees", "--in-backward frees"),
+        ("give precision=None, which", "give --precision none, which"),
         ("give lora_rank, such as 16", "give --lora-rank, such as 16"),
         ("precision='bf16' with it", "--precision 'bf16' with it"),
         ("a precision of two digits", "a precision of two digits"),

@@ -37,7 +37,8 @@ def config_fields() -> set[str]:
 
 def test_each_class_stands_in_its_module():
     for name, where in hf_names.CLASSES.items():
-        assert hf_names.hf_class(name) is getattr(importlib.import_module(where), name)
+        in_its_module = getattr(importlib.import_module(where), name)
+        assert hf_names.hf_class(name) is in_its_module
 
 
 def test_a_class_that_is_gone_is_an_error_and_no_silent_no(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.paths import ROOT
 
 from gradmem_lib.__main__ import main
 from gradmem_lib.measure.tracker import MemoryTracker
@@ -387,11 +388,15 @@ def test_each_rank_has_a_report_of_its_own(tmp_path, monkeypatch):
     assert "error of its own" not in measured.stderr
 
 
+LESSON = ROOT / "lessons" / "00_start_here.ipynb"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["run"], "needs a script"),
         (["run", "missing.py"], "missing.py: there is no such file"),
+        (["run", str(LESSON)], f"Then: gradmem run {LESSON.with_suffix('.py')}"),
         (["run", "-m", "no_such_module_here"], "there is no such module"),
         (["run", "--out", "missing/r.html", "a.py"], "missing does not exist"),
         (["run", "--steps", "0", "a.py"], "is not a whole number of at least 1"),

@@ -9,7 +9,7 @@ import { listen } from "./moves.js";
 import { addRow, buildParts } from "./parts.js";
 import { decodeFrame, edgesOf, growingAt, runsOf, sampleOf, stepsOf, withBlocks } from "./run.js";
 import { blockInWords, momentInWords, pictureInWords } from "./say.js";
-import { GROUPINGS, arrange, lifeOf, stackAt } from "./stack.js";
+import { GROUPINGS, arrange, arrangeOne, lifeOf, stackAt } from "./stack.js";
 import { formatBytes, grouped, isDark, make } from "./words.js";
 
 const GONE = ["restarting", "autorestarting", "terminating", "dead"]; // a kernel's states in which it cannot answer
@@ -30,13 +30,14 @@ export function render({ model, el }) {
 
   // What is shown
 
-  let run = null, edges = null, groups = [], cells = new Map(), by = "category", alone = null; // the name of a group
+  let run = null, edges = null, groups = [], cells = new Map(), by = "category";
+  let alone = null, shown = []; // the name of a group, and it or all of them
   let cursor = -1, under = null, pinned = null; // a sample, what lies under the pointer there, and a block
   let view = null, lost = false; // from and to, in operations (null: all); whether the kernel went away during the recording
   let place = null, columns = null, boxes = [], base = null, theme = null; // of the last picture: see drawBase
   let isFresh = false, isMoving = false, request = 0, settling = 0;
 
-  const shownGroups = () => (alone === null ? groups : groups.filter((group) => group.name === alone));
+  const show = () => { shown = alone === null ? groups : arrangeOne(run ?? NOTHING, alone, by, appearance); };
   const whole = () => ({ from: edges[0], to: Math.max(edges[run.n], outline ? outline.edges.at(-1) : 0) });
   const cursorX = () => Math.max(place.x(edges[cursor]), place.x0); // a sample in sight may begin before it
   const peakSample = () => sampleOf(run, run.peak.op);
@@ -74,12 +75,14 @@ export function render({ model, el }) {
     alone = under = null;
     canvas.dataset.alone = "";
     groups = arrange(run, by, appearance);
+    show();
     listGroups();
     canvas.dataset.by = by;
     change();
   }
   function isolate(name) {
     alone = alone === name ? null : name;
+    show();
     under = null;
     for (const [group, cell] of cells) cell.parentNode.setAttribute("aria-pressed", String(group === alone));
     canvas.dataset.alone = alone ?? "";
@@ -158,14 +161,14 @@ export function render({ model, el }) {
   }
 
   // The most bytes that the axis has to reach; a budget far above the run would flatten the picture.
-  function highestOf(shown) {
+  function highestOf() {
     if (alone !== null) return Math.max(...shown[0].total, 1);
     return Math.max(...run.totals, 1, run.peak.total, model.get("top"), outline ? Math.max(...outline.totals) : 0);
   }
 
   // All but what follows the pointer.
   function drawBase(g, ratio, width, height) {
-    const all = whole(), sight = view ?? all, shown = shownGroups(), highest = highestOf(shown), isAll = alone === null;
+    const all = whole(), sight = view ?? all, highest = highestOf(), isAll = alone === null;
     place = placeOf(width, height, sight, topOf(highest, isAll ? budget : 0));
     columns = columnsOf(run, edges, place);
     const phaseRuns = runsOf(run.phase, edges), steps = stepsOf(phaseRuns);
@@ -220,7 +223,6 @@ export function render({ model, el }) {
       isFresh = true;
     }
     g.drawImage(base, 0, 0, width, height);
-    const shown = shownGroups();
     for (const block of new Set([under?.block, pinned])) {
       if (block) drawLife(g, lifeOf(shown, block, columns.samples), block.bytes, columns, place, theme, block === pinned);
     }
@@ -251,6 +253,7 @@ export function render({ model, el }) {
     cursor = op === null || !edges ? -1 : sampleOf(run, op);
     under = pinned = place = null; // of the samples and the blocks before
     groups = arrange(run ?? NOTHING, by, appearance);
+    show();
     listGroups();
     change();
   }
@@ -300,7 +303,7 @@ export function render({ model, el }) {
     const { x0, x1, y0, y1 } = place;
     if (x < x0 - 4 || x > Math.min(x1, columns.xs.at(-1)) + 4) return { sample: -1 };
     const k = columns.xs.findLastIndex((left) => left <= x), sample = columns.samples[clamp(k, 0, columns.samples.length - 1)];
-    const stack = run.blocks.length && y >= y1 && y <= y0 ? stackAt(shownGroups(), sample) : [], nbytes = place.bytes(y);
+    const stack = run.blocks.length && y >= y1 && y <= y0 ? stackAt(shown, sample) : [], nbytes = place.bytes(y);
     return { sample, at: stack.find(({ low, bytes }) => low <= nbytes && nbytes < low + bytes) };
   }
   // The phase or the step in the strip.
@@ -321,7 +324,7 @@ export function render({ model, el }) {
     },
     climb(direction, many) {
       if (!run.blocks.length) return;
-      const sample = cursor < 0 ? peakSample() : cursor, stack = stackAt(shownGroups(), sample);
+      const sample = cursor < 0 ? peakSample() : cursor, stack = stackAt(shown, sample);
       const here = stack.findIndex(({ low }) => low === under?.low), leap = many ? 10 : 1;
       let next = clamp(here + direction * leap, 0, stack.length - 1);
       if (here < 0) next = direction > 0 ? 0 : stack.length - 1;

@@ -35,7 +35,7 @@ function categories(run, { names, looks, growing }) {
   const growingRows = run.growing;
   const groups = names.map((name, c) => {
     const total = growingRows ? run.parts[c].map((v, i) => v - growingRows[c][i]) : run.parts[c] ?? [];
-    return { name, look: looks[c], blocks: run.blocks.filter((block) => block.category === c && !block.grows), total };
+    return { name, look: looks[c], blocks: run.blocks.filter((block) => block.category === c && !(growingRows && block.grows)), total };
   });
   if (!growingRows) return groups;
   const total = run.totals.map((_, i) => growingAt(run, i));
@@ -60,6 +60,12 @@ export function arrange(run, by, appearance) {
   const rest = run.totals.map((total, i) => groups.reduce((left, group) => left - group.total[i], total));
   const others = run.blocks.filter((block) => !shown.has(block));
   return [...groups, { name: REST, look: appearance.looks[MOST_GROUPS], blocks: others, total: rest }];
+}
+
+// One group by itself. A category has its growing bytes, too, which lie at the foot of the whole stack.
+export function arrangeOne(run, name, by, appearance) {
+  const given = by === "category" ? { ...run, growing: null } : run;
+  return arrange(given, by, appearance).filter((group) => group.name === name);
 }
 
 // The layers of one sample, from the bottom up: {group, block (null: bytes without one), low (bytes below it), bytes}.
