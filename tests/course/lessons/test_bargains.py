@@ -4,12 +4,14 @@ learner reads of a choice is true.
 
 import itertools
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 
 import pytest
 from support.nightly import ALL
 
 from gradmem_lib.course.catalogue import get
+from gradmem_lib.course.judge.exercise import Unusable
 from gradmem_lib.course.judge.verdict import judge
 from gradmem_lib.course.learner.bargains import Bargain
 from gradmem_lib.course.lessons.lesson_01.exercises_puzzle import LINES, in_order
@@ -153,9 +155,8 @@ def test_no_fewer_checkpoints_lose_no_update():
     ways = [("bf16", "adamw-stochastic"), *itertools.product(precisions, optimizers)]
     for precision, optimizer in ways:
         choice = {"precision": precision, "optimizer": optimizer, "checkpointing": "first-18"}
-        if precision == "bf16" and optimizer != "adamw-stochastic":
-            continue
-        assert misses(UNROUNDED, choice), choice
+        with suppress(Unusable):  # a recipe that there is not, or whose small updates are lost
+            assert misses(UNROUNDED, choice), choice
 
 
 def test_no_fewer_checkpoints_fit_adapters():
