@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 06 · Before you rent the card
 #
-# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 54 more are optional. You need: lessons 01, 03 and 04,
+# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 55 more are optional. You need: lessons 01, 03 and 04,
 # and the techniques of lesson 05.*
 #
 # A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
