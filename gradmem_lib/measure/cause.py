@@ -7,7 +7,7 @@ that it finds.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
@@ -79,12 +79,6 @@ def is_copy_of_a_storage(holder: Holder) -> bool:
     return holder.dtype is torch.uint8 and holder.shape == (holder.nbytes,)
 
 
-def larger_than_its_tensor(holder: Holder) -> bool:
-    if holder.dtype is None or holder.shape != ():
-        return False
-    return holder.nbytes > 8 * holder.dtype.itemsize
-
-
 def dtype_of(holder: Holder) -> str:
     return str(holder.dtype).removeprefix("torch.")
 
@@ -92,8 +86,6 @@ def dtype_of(holder: Holder) -> str:
 def in_words(holder: Holder) -> str:
     shape = " × ".join(map(str, holder.shape)) or "one number"
     words = f"{dtype_of(holder)} {shape}"
-    if larger_than_its_tensor(holder):
-        words += f" in a storage of {format_bytes(holder.nbytes)}"
     operation = holder.op.removeprefix("aten.")
     return f"{words} ({operation})" if operation else words
 
@@ -108,22 +100,21 @@ def kinds_of(holders: Iterable[Holder]) -> str:
 
 def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
     """What holds the most of the bytes that are known to be held, and how many: the box, where
-    its entries have different paths.
+    no path in it leads to more than half of them.
     """
-    held_by = dict[tuple, Held]()
-    nbytes = Counter[tuple]()
+    by_place = defaultdict[tuple, Counter[Held]](Counter)
     for holder in holders:
         held = holder.keeper
-        if held == NOBODY:
-            continue
-        place = name_of(held), held.where, held.graph
-        nbytes[place] += holder.nbytes
-        first = held_by.setdefault(place, held)
-        if first.path != held.path:  # several entries of one list or dict
-            held_by[place] = held._replace(path=held.box)
-    for place, most in nbytes.most_common(1):
-        return held_by[place], most
-    return NOBODY, 0
+        if held != NOBODY:
+            slices_of_any_size = held._replace(part=1)
+            by_place[name_of(held), held.where, held.graph][slices_of_any_size] += holder.nbytes
+    if not by_place:
+        return NOBODY, 0
+    largest = max(by_place.values(), key=Counter.total)
+    [(held, nbytes)] = largest.most_common(1)
+    if 2 * nbytes <= largest.total():
+        held = held._replace(path=held.box)
+    return held, largest.total()
 
 
 def holder_of_most(holders: Sequence[Holder]) -> Held:
@@ -204,6 +195,8 @@ class Row:
     condition: str = "Without these bytes"
     claims: bool = True  # whether no later row is given its storages
     alone: bool = False  # whether it is said only where nothing else can be
+    # Whether nobody needs these bytes: few of them are worth a change where they are enough.
+    costs_nothing: bool = False
 
 
 def those(
@@ -223,8 +216,12 @@ def those(
     return find
 
 
-def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
-    """The cause that a row finds among storages that are ``free`` to be claimed."""
+def cause_of(
+    row: Row, free: Sequence[Holder], facts: Facts, enough: int | None = None
+) -> Cause | None:
+    """The cause that a row finds among storages that are ``free`` to be claimed. ``enough``: so
+    many bytes less, and the run would have stayed within its budget.
+    """
     if row.moments and facts.peak.moment not in row.moments:
         return None
     group = row.find(free, facts)
@@ -232,8 +229,8 @@ def cause_of(row: Row, free: Sequence[Holder], facts: Facts) -> Cause | None:
         return None
     nbytes = group.changes.get("nbytes", total(group.holders))
     least = row.least * facts.peak.total
-    if facts.excess:  # what is enough to stay within the budget is worth a change
-        least = max(min(least, facts.excess), WORTH * facts.peak.total)
+    if row.costs_nothing and enough is not None:
+        least = max(min(least, enough), WORTH * facts.peak.total)
     if nbytes < least:
         return None
     held, _ = largest_held(group.holders)

@@ -64,7 +64,8 @@ def find_causes(facts: Facts) -> list[Cause]:
     for row in ROWS:
         if row.alone and found:
             continue
-        cause = cause_of(row, free, facts)
+        goes_on = any(cause.growing for cause in found)  # less would be too much a step later
+        cause = cause_of(row, free, facts, None if goes_on else facts.excess)
         if cause is None:
             continue
         found.append(replace(cause, limit=limit_of(cause, facts), held=_holder_of(cause)))

@@ -10,15 +10,13 @@ from math import ceil
 from ..units import format_bytes
 from .cause import (
     DOMINATES,
-    FILLED,
     MANY,
     Group,
     Row,
     in_words,
     is_copy_of_a_storage,
-    lines_of_forwards,
 )
-from .facts import INPUTS, OF_A_TRAINING_STEP, READ_IN_PARTS, Facts, total
+from .facts import INPUTS, OF_A_TRAINING_STEP, Facts, total
 from .timeline import STEP, TOTAL, Holder
 
 OUTLIER = 2  # times the median of all steps
@@ -54,8 +52,8 @@ def _waits(kind: list[Holder], facts: Facts) -> bool:
         first, last = facts.samples_of_the_step
         there = [h for h in kind if h.first_sample <= first and last < h.end_sample]
         return 2 * len(there) > len(kind)
-    filled_long_ago = kind[0].op in FILLED and newest < facts.peak_time - 1
-    return kind[0].op == READ_IN_PARTS or filled_long_ago
+    rows = max((*kind[0].shape[:1], 1))
+    return rows > facts.batch_rows and any(holder.in_parts for holder in kind)
 
 
 DATA_WAITS = Row(
@@ -89,15 +87,15 @@ def _large_step(free: Sequence[Holder], facts: Facts) -> Group | None:
         "usual": format_bytes(usual),
     }
     made = [h for h in free if h.category == "activations" and h.step == facts.peak.step]
-    changes = {"nbytes": facts.peak.total - usual, "lines": lines_of_forwards(facts.of_the_step)}
-    return Group(made, words, changes)
+    return Group(made, words, {"nbytes": facts.peak.total - usual})
 
 
 ONE_LARGE_STEP = Row(
     "One step needs much more than the others",
     "step {step} needs {peak}{batch}; half of the {steps} steps need no more than {usual}.",
-    "limit the length of a row (truncation=True, max_length=...), or make batches with a limit of "
-    "tokens instead of rows, so that long rows come in small batches.",
+    "limit what a batch may have: the length of a row (truncation=True, max_length=...), the "
+    "objects or pairs that this line goes over; or make batches with a limit of tokens instead of "
+    "rows, so that long rows come in small batches.",
     _large_step,
     moments=OF_A_TRAINING_STEP,
     stays=None,

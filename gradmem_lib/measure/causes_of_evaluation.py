@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from ..units import format_bytes
-from .cause import DOMINATES, WORTH, Group, Row, lines_of_forwards, those
+from .cause import DOMINATES, MUCH, WORTH, Group, Row, lines_of_forwards, those
 from .facts import EVALUATION, OF_A_TRAINING_STEP, Facts, total
 from .made_by_forwards import lines_of_results
 from .timeline import ForwardPass, Holder
@@ -131,6 +131,7 @@ EVALUATION_BATCH = Row(
     "give the evaluation a smaller batch: per_device_eval_batch_size in a Trainer. The training's "
     "micro-batches do not change this.",
     _large_forward,
+    least=MUCH,
     stays=None,  # half of the rows do not need half of the masks and tables
 )
 

@@ -27,7 +27,7 @@ def _beside_gradients(copies: list[Holder], facts: Facts) -> Group | None:
         if holder.category == "gradients" and not holder.computed_from:
             originals.append(holder)
     there_twice = total(originals) >= WORTH * facts.peak.total
-    if not there_twice and max(turns) == facts.peak.turn:
+    if not there_twice and turns == {facts.peak.turn}:
         return None  # they have taken the gradients' place
     instead = [holder for holder in copies if holder.category == "gradients"]
     remedy = COPIED_GRADIENTS.remedy

@@ -137,8 +137,14 @@ UNUSED = Row(
 UNUSED_SO_FAR = replace(UNUSED, find=_forwards_that_are(_may_be_unused))
 
 
+LATER = 2  # the last step's outputs are there at a run's end
+
+
 def _is_of_a_finished_turn(holder: Holder, facts: Facts) -> bool:
-    return holder.category == "activations" and holder.turn in facts.finished_turns
+    """Whether no backward needs it any more. Of older steps, a graph alone may have kept it."""
+    is_late = holder.step >= facts.peak.step - 1 or holder.keeper.graph
+    is_finished = holder.turn in facts.finished_turns
+    return is_late and is_finished and holder.category == "activations"
 
 
 def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:
@@ -191,8 +197,13 @@ FINISHED = Row(
 )
 
 
-def _may_go_first(left: list[Holder], facts: Facts) -> Group:
-    """What the step before has computed and a variable still holds, such as its outputs or loss."""
+def _may_go_first(kept: list[Holder], facts: Facts) -> Group:
+    """What the step before has computed and a variable still holds, such as its outputs or loss.
+    What all later steps have as well, nothing has assigned again: they may read it.
+    """
+    left = kept
+    if facts.times > facts.peak_time + LATER:
+        left = [holder for holder in kept if not facts.is_there_at_the_end(holder)]
     nbytes = total(left)
     if facts.peak.moment != IN_BACKWARD:
         # The backward may begin without them: its own peak remains.
@@ -218,6 +229,7 @@ LEFT_OVER = Row(
     those(_is_of_a_finished_turn, _may_go_first),
     least=MUCH,
     condition="Without these tensors",
+    costs_nothing=True,
 )
 
 

@@ -22,7 +22,7 @@ from .cause import (
     cause_of,
     detached,
     in_words,
-    larger_than_its_tensor,
+    is_copy_of_a_storage,
     largest_held,
     name_of,
 )
@@ -60,12 +60,48 @@ HELD_BY_NO_NAME = (
     "no list and no variable of the script keeps them. Look at what this line calls, and where its "
     "results go: a torch.autograd.Function that puts its own output on ctx keeps it until Python's "
     "collector runs (write ctx.save_for_backward(y) in place of ctx.y = y), and a library may have "
-    "a queue, a buffer, or a callback that was given them (weakref.finalize)."
+    "a queue or a buffer that was given them."
 )
 OF_A_LONGER_ONE = (
     "keep only numbers of it, or put the pieces into a list off the card, "
     "history.append(x.detach().cpu()), and join them once at the end."
 )
+OF_A_HISTORY = (
+    "the optimizer keeps a history of its steps: give it a shorter one, "
+    f"torch.optim.LBFGS(..., history_size={HISTORY})."
+)
+OF_A_HOOK = (
+    "a hook stays on its module, with all that it fills: call handle.remove() when the forward is "
+    "done, since a hook that each step registers is one more each time; or empty what it fills "
+    "where that has been used."
+)
+KEEP_LESS = (
+    "keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a tensor; "
+    "and empty it when it has been used."
+)
+# The remedies for what a name keeps, by what it is, ...
+OF_A_KIND = {
+    "gradients": "`{name}` keeps gradients of earlier steps: keep a number of each, "
+    "p.grad.norm().item(), or copies off the card, p.grad.cpu().",
+    "optimizer": "`{name}` keeps optimizers that no longer step, with their states: let go of one "
+    "before the next is made.",
+    "parameters": "the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
+    "and weights that are needed again on the host: {{name: t.cpu() for name, t in "
+    "model.state_dict().items()}}.",
+    "slices": "`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
+    "x.item() of a number, and of a slice a copy, x.clone().",
+}
+# ... and by the owner.
+OF_AN_OWNER = {
+    "cache": "the cache of `{name}` keeps all its results: give it a limit, lru_cache(maxsize=1), "
+    "or empty it, {name}.cache_clear().",
+    "gradient": "each tensor keeps its gradient, `{name}`: take it by torch.autograd.grad(loss, x),"
+    " or set x.grad = None where it has been used.",
+    ITERATOR: "`{name}` keeps what it has given, as itertools.cycle(loader) and itertools.tee do: "
+    "write a generator that goes over the loader again, while True: yield from loader.",
+    "window": "give `{name}` a smaller bound, or keep what is in it off the card: "
+    "x.detach().cpu().",
+}
 
 
 def growing_holders(facts: Facts) -> Sequence[Holder]:
@@ -141,6 +177,8 @@ def _place_of(holder: Holder) -> tuple | None:
         return holder.line, holder.op, holder.dtype
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
+    if held.kind == "gradient" and not holder.is_of_training:
+        return held.where, held.path
     if held.box:
         return held.where, LAYER.sub(".…", held.box)
     if held.graph:
@@ -166,7 +204,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
             return None
         of_one = {
             "name": COLLECTED,
-            "stays": min(total(newest), total(found.holders)),
+            "stays": min(total(newest) + found.changes["stays"], total(found.holders)),
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
@@ -205,13 +243,16 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
+    slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
+    changes["stays"] = sum(slices)
     if not in_an_evaluation:
         changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
     by = "something that has no name"
     if held.path:
-        by = f"`{name_of(held)}`"
-        changes["remedy"] = _remedy(held, old, in_an_evaluation)
+        name = _name_of(held, old)
+        by = f"`{name}`"
+        changes["remedy"] = _remedy(name, held, old, in_an_evaluation)
         if _is_history(held):
             changes["condition"] = f"If the history has {HISTORY} steps"
             changes["stays"] = min(total(old), HISTORY * each)
@@ -322,6 +363,10 @@ def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether old ones go while younger ones stay, so that there are always as many."""
     everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
     gone = list(filterfalse(facts.is_there_at_the_end, everything))
+    first = min((holder.end_sample for holder in gone), default=0)
+    then = [h for h in everything if h.first_sample < first <= h.end_sample]
+    if 2 * len(then) < len(group):
+        return False  # a queue that is filled faster than it is emptied
     gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
     one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
     return 2 * len(one_by_one) > len(gone)
@@ -337,67 +382,48 @@ def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
     return len(forwards) >= YOUNGER
 
 
-def _remedy(held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
+def _name_of(held: Held, holders: list[Holder]) -> str:
+    """The list, dict or attribute that holds most of these; of a list of objects, the attribute of
+    each that does. Of a model that is kept, each weight has an attribute.
+    """
+    in_an_entry = held.path.removeprefix(held.box)
+    if "]." in in_an_entry and not any(holder.is_of_training for holder in holders):
+        return held.path
+    return name_of(held)
+
+
+def _remedy(name: str, held: Held, holders: list[Holder], in_an_evaluation: bool) -> str:
     """What to do about most of the bytes that one name keeps."""
-    name = name_of(held)
     kinds = Counter[str]()
     for holder in holders:
-        kind = "other"
-        if holder.is_of_training:
-            kind = holder.category
-        elif holder.computed_from == "parameters":
-            kind = "parameters"  # copies of weights
-        if holder.keeper.graph:
-            kind = "graphs"
-        kinds[kind] += holder.nbytes
+        kinds[_what_it_is(holder)] += holder.nbytes
     most = kinds.most_common(1)[0][0]
+    if most == "optimizer" and kinds["parameters"]:
+        most = "parameters"  # of whole models
     if _is_history(held):
-        return (
-            "the optimizer keeps a history of its steps: give it a shorter one, "
-            f"torch.optim.LBFGS(..., history_size={HISTORY})."
-        )
+        return OF_A_HISTORY
     if most == "graphs":
         return detached(held)
-    if most == "gradients":
-        return (
-            f"`{name}` keeps gradients of earlier steps: keep a number of each, "
-            "p.grad.norm().item(), or copies off the card, p.grad.cpu()."
-        )
-    if most == "optimizer" and not kinds["parameters"]:
-        return (
-            f"`{name}` keeps optimizers that no longer step, with their states: let go of one "
-            "before the next is made."
-        )
-    if most != "other":
-        return (
-            f"the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
-            "and weights that are needed again on the host: {name: t.cpu() for name, t in "
-            "model.state_dict().items()}."
-        )
-    return _remedy_by_owner(held, name, in_an_evaluation, any(map(larger_than_its_tensor, holders)))
+    if most in OF_A_KIND:
+        return OF_A_KIND[most].format(name=name)
+    return _remedy_by_owner(held, name, in_an_evaluation)
 
 
-def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_ones: bool) -> str:
-    if held.kind == "cache":
-        return (
-            f"the cache of `{name}` keeps all its results: give it a limit, "
-            f"lru_cache(maxsize=1), or empty it, {name}.cache_clear()."
-        )
-    if held.kind == ITERATOR:
-        return (
-            f"`{name}` keeps what it has given, as itertools.cycle(loader) does: write a generator "
-            "that goes over the loader again, while True: yield from loader."
-        )
-    if held.kind == "window":
-        return (
-            f"give `{name}` a smaller bound, or keep what is in it off the card: x.detach().cpu()."
-        )
+def _what_it_is(holder: Holder) -> str:
+    if holder.keeper.graph:
+        return "graphs"
+    if holder.is_of_training:
+        return holder.category
+    if holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
+        return "parameters"  # copies of weights
+    return "slices" if holder.keeper.part > 1 else "other"
+
+
+def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
+    if held.kind in OF_AN_OWNER:
+        return OF_AN_OWNER[held.kind].format(name=name)
     if HOOKS in held.path:
-        return (
-            "a hook stays on its module, with all that it fills: call handle.remove() when the "
-            "forward is done, since a hook that each step registers is one more each time; or "
-            "empty what it fills where that has been used."
-        )
+        return OF_A_HOOK
     if held.kind == MODULE_ATTRIBUTE:
         filled_by = "the forward"
         if held.hook is not None:
@@ -407,23 +433,14 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool, in_larger_on
             f"`{name}` stays on the module: empty it where it has been used, and let {filled_by} "
             "fill it only where something takes it out again."
         )
-    if in_an_evaluation:
-        if not held.in_script:
-            return OF_A_TRAINER
-        return (
-            f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A "
-            "smaller batch does not help."
-        )
-    remedy = (
-        f"keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a "
-        "tensor; and empty it when it has been used."
+    if not in_an_evaluation:
+        return KEEP_LESS.format(name=name)
+    if not held.in_script:
+        return OF_A_TRAINER
+    return (
+        f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A smaller "
+        "batch does not help."
     )
-    if in_larger_ones:
-        remedy += (
-            " A loss of one number can lie in a storage as large as the tensor that it was computed"
-            " from, and .detach() keeps this storage: use .item()."
-        )
-    return remedy
 
 
 def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:

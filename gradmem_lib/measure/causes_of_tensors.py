@@ -13,6 +13,7 @@ from .cause import (
     DOMINATES,
     FILLED,
     IN_PIECES,
+    MUCH,
     PIECES_LEAVE,
     WORTH,
     Group,
@@ -54,12 +55,12 @@ COMPUTED = ("activations", "temporaries")
 
 
 def _is_double(holder: Holder, facts: Facts) -> bool:
-    """Whether it is in float64 beside weights in a narrower dtype: numpy's numbers are float64, and
-    so is what ``.double()`` makes.
+    """Numpy's numbers are float64, and so is what ``.double()`` makes. An optimizer may have wider
+    states than weights.
     """
     dtypes = facts.structure.dtypes.values()
-    beside_narrower = bool(dtypes) and torch.float64 not in dtypes
-    return beside_narrower and holder.dtype is torch.float64 and holder.category != "optimizer"
+    is_chosen = holder.category == "optimizer" and torch.float64 not in dtypes
+    return bool(dtypes) and holder.dtype is torch.float64 and not is_chosen
 
 
 def _from_data_on(double: list[Holder], facts: Facts) -> Group:
@@ -71,11 +72,11 @@ def _from_data_on(double: list[Holder], facts: Facts) -> Group:
 
 DOUBLE = Row(
     "Tensors are in float64",
-    "{size} at the peak are in float64, though no weight is. What is computed from a float64 "
-    "tensor and a float32 one is float64.",
+    "{size} at the peak are in float64. What is computed from a float64 tensor and a float32 one "
+    "is float64.",
     "numpy's numbers are float64 by default: torch.from_numpy(array.astype(np.float32)), or "
     "torch.tensor(..., dtype=torch.float32), halves them and all that is computed from them. Where "
-    ".double() or dtype=torch.float64 has made them, float32 has half as many bytes.",
+    ".double() or dtype=torch.float64 has made them, as weights, model.float() leaves half.",
     those(_is_double, _from_data_on),
     least=2 * WORTH,
     stays=0.5,
@@ -152,6 +153,8 @@ def _scores(free: Sequence[Holder], facts: Facts) -> Group | None:
     if not scores:
         return None
     changes = {}
+    if any(holder.is_result for holder in scores):
+        changes["remedy"] = RETURNED
     # F.scaled_dot_product_attention has a softmax of its own where it stores scores.
     in_forward = [holder for holder in normalized if "backward" not in holder.op]
     by_sdpa = [holder for holder in in_forward if SOFTMAX_OF_SDPA in holder.op]
@@ -162,6 +165,10 @@ def _scores(free: Sequence[Holder], facts: Facts) -> Group | None:
     return Group(scores, {"tokens": f"{scores[0].shape[-1]:,}"}, changes)
 
 
+RETURNED = (
+    "the model returns its scores: leave that out (output_attentions=False), since attention that "
+    "never stores them, attn_implementation='sdpa', cannot return them."
+)
 OF_THREE = (
     "F.scaled_dot_product_attention runs already, and stores scores since its inputs have three "
     "dimensions: give it four, (rows, heads, tokens, features), with x.unsqueeze(1) for one head."
@@ -194,7 +201,9 @@ def _expanded(free: Sequence[Holder], facts: Facts) -> Group | None:
     for holder in free:
         # a batch is made before the first forward of its step
         filled_now = holder.op in FILLED and facts.time_of(holder) >= facts.peak_time - 1
-        filled_now = filled_now and holder.category in ("activations", "other")
+        # the first state of a recurrent layer has the shape of all that follow
+        is_large = holder.nbytes >= MUCH * facts.peak.total
+        filled_now = filled_now and is_large and holder.category in ("activations", "other")
         if filled_now or (holder.expanded and not _is_augmented(holder, facts)):
             expanded.append(holder)
     if facts.peak.moment == IN_BACKWARD:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .cause import ALMOST_ALL, DOMINATES, WORTH, Group, Row, is_copy_of_a_storage, those
-from .facts import IN_OPTIMIZER_STEP, INPUTS, READ_IN_PARTS, Facts, total
+from .cause import ALMOST_ALL, DOMINATES, Group, Row, is_copy_of_a_storage, those
+from .facts import IN_OPTIMIZER_STEP, INPUTS, Facts, total
 from .timeline import Holder
 
 CALLED_IN_EACH_STEP = (
@@ -145,7 +145,7 @@ def _may_be_of_a_copy(holder: Holder, twice: set[str], facts: Facts) -> bool:
     ``twice``: the names of parameters that have two storages at the peak.
     """
     if holder.category == "other":
-        is_data = holder.op == READ_IN_PARTS or holder.module == INPUTS
+        is_data = holder.in_parts or holder.module == INPUTS
         return not is_data and holder.computed_from != "gradients"
     if holder.computed_from != "parameters":
         return False
@@ -269,31 +269,18 @@ def is_state(holder: Holder, facts: Facts) -> bool:
     return zeros and holder.shape in facts.structure.shapes.values()
 
 
-def _wide(free: Sequence[Holder], facts: Facts) -> Group | None:
-    """Weights in float64, or frozen ones in float32."""
-    double, frozen = list[Holder](), list[Holder]()
-    for holder in free:
-        if holder.category != "parameters":
-            continue
-        dtype = facts.structure.dtypes.get(holder.module)
-        if dtype is torch.float64:
-            double.append(holder)
-        elif dtype is torch.float32 and holder.module not in facts.trained:
-            frozen.append(holder)
-    if total(double) >= WORTH * facts.peak.total:
-        remedy = "model.float() halves them, and all that follows."
-        return Group(double, {"what": "weights are in float64"}, {"remedy": remedy})
-    if total(frozen) < DOMINATES * facts.peak.total:
-        return None
-    return Group(frozen, {"what": "frozen weights are in float32"})
+def _is_wide(holder: Holder, facts: Facts) -> bool:
+    is_frozen = holder.category == "parameters" and holder.module not in facts.trained
+    return is_frozen and facts.structure.dtypes.get(holder.module) is torch.float32
 
 
 WIDE = Row(
     "Weights are wider than needed",
-    "{size} of {what}.",
+    "{size} of frozen weights are in float32.",
     "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
     "dtype=torch.bfloat16, which leaves half of these bytes.",
-    _wide,
+    those(_is_wide),
+    least=DOMINATES,
     stays=0.5,
     condition="If these weights are half as wide",
 )

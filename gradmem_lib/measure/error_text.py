@@ -27,6 +27,7 @@ ENDLESS = 2**60
 # A unit of CUDA's messages. Apple's write GB and mean powers of 1024, too (see MPSAllocator.mm).
 _UNITS = {"bytes": 1, "b": 1, "kib": KiB, "mib": MiB, "gib": GiB, "tib": TiB}
 _UNITS |= {"kb": KiB, "mb": MiB, "gb": GiB, "tb": TiB, "eb": ENDLESS}
+_UNITS |= {"k": KiB, "m": MiB, "g": GiB, "t": TiB}
 _SIZE = r"([\d][\d.,]*)(bytes|[KMGT]i?B)"
 
 # How each error begins, in a text without white space: a message may be wrapped anywhere, also
@@ -42,6 +43,7 @@ _STARTS = {
     "budget": r"outofbudgetby[\d,]+bytes",
     "shared memory": (
         r"workersareoutofsharedmemory|insufficientsharedmemory"
+        r"|received0itemsofancdata|Toomanyopenfiles"
         r"|unableto(?:writetofile|opensharedmemoryobject|resizefile|mmap\d+bytesfromfile)</torch_"
     ),
     "host": (
@@ -56,7 +58,7 @@ _STARTS = {
     ),
     "no figures": (
         r"(?:CUDA|HIP|CUDAdriver)error:outofmemory"
-        r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate)"
+        r"|(?:CUDA|HIP)outofmemory(?!\.?Triedtoallocate|occurredwhenwarmingup)"
         r"|cudaruntimeerror\(2\):outofmemory|CUDAfailedwitherroroutofmemory"
         r"|Erroroutofmemoryatline|Cudafailure\d?'outofmemory'|FailedtoCUDAcalloc"
         r"|(?:CU|HIP|ROC)[A-Z]{2,8}_(?:STATUS_)?\w{0,40}ALLOC(?:ATION)?_FAILED"
@@ -68,10 +70,12 @@ _STARTS = {
     "library": (
         r"findavalid(?:cuDNN)?algorithm|wasunabletofindanengine|novalidconvolutionalgorithms"
         r"|CU(?:BLAS|DNN)_STATUS_NOT_INITIALIZED|CUDNN_STATUS_INTERNAL_ERROR(?!_)"
+        r"|outofresource:sharedmemory"
     ),
     "vllm": (
         r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization"
-        r"|KVcacheisneeded,whichislargerthan"
+        r"|KVcacheisneeded,whichislargerthan|CUDAoutofmemoryoccurredwhenwarmingup"
+        r"|Notenoughmemory\.Pleasetrytoincrease--mem-fraction-static"
     ),
     "dispatched": (
         r"modulesaredispatchedontheCPUorthedisk"
@@ -81,13 +85,14 @@ _STARTS = {
     "other library": (
         r"RESOURCE_?EXHAUSTED(?=.{0,80}(?:memory|allocat|OOM))"
         r"|(?<!ResourceExhaustedError:)OOMwhenallocatingtensor|BFCArena.{0,80}Failedtoallocate"
-        r"|Allocator\(GPU_\d+_bfc\)ranoutofmemory|cudaMallocfailed:outofmemory"
+        r"|Allocator\(GPU_\d+_bfc\)ranoutofmemory"
+        r"|(?:allocating[\d.]+MiBondevice\d+:)?cudaMallocfailed:outofmemory"
         r"|(?<!EXHAUSTED:)Outofmemoryallocating[\d,]+bytes"
     ),
     # A process was ended. The kernel says which one, others that the computer's memory was full ...
     "kernel": r"outofmemory:Kill(?:ed)?process",
     "out of RAM": (
-        r"oom.?kill|usingallavailableRAM"
+        r"oom.?kill|usingallavailableRAM|Killedsignalterminatedprogram"
         r"|morememorythanisavailable|killedduetomemorypressure|noderunninglowonmemory"
         r"|srun:error:.{1,60}?:OutOfMemory"
     ),
@@ -343,7 +348,8 @@ def _read_message(kind: str, line: int, stream: str, count: int, message: str) -
         words += rf"|Unabletoallocate{_SIZE}foranarray"
         figures["asked"] = _figure(words, message)
     if kind == "other library":
-        figures["asked"] = _figure(rf"allocat(?:e|ing){_SIZE}", message)
+        words = r"(?:allocat(?:e|ing)|reserve)([\d.,]+)(bytes|[KMGT](?:i?B)?)"  # XLA writes 6.48G
+        figures["asked"] = _figure(words, message)
     setting, version = _version(kind, message)
     return ErrorText(
         kind,

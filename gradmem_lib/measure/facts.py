@@ -16,10 +16,8 @@ from ..names import MOMENTS
 from .timeline import MOMENT, STEP, TOTAL, ForwardPass, Holder, MemorySnapshot
 
 BETWEEN_STEPS, TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP, EVALUATION = MOMENTS
-# What stands in ``Holder.op`` where no operation made the storage: a parameter of another model was
-# there before its first use, and so was a data set, of which batches are taken.
+# The ``Holder.op`` of a parameter of another model, which was there before its first use.
 FIRST_READ_PARAMETER = "first read as a parameter"
-READ_IN_PARTS = "first read in parts"
 # The ``Holder.module`` of what a model was called with.
 INPUTS = "inputs"
 OF_A_TRAINING_STEP = (TRAINING_FORWARD, LOSS, IN_BACKWARD, IN_OPTIMIZER_STEP)
@@ -49,7 +47,7 @@ class Facts:
     moments: frozenset[str] = frozenset()
     recomputed: bool = False  # a forward ran again in a backward
     ended: bool = False  # the block has ended; a budget interrupts it
-    excess: int = 0  # how many bytes more than the budget were asked for, if it was exceeded
+    excess: int | None = None  # bytes above the budget, if it was exceeded
     batch_rows: int = 0  # of the training's largest batch; 0 if they are not known
 
     # The model; without parts if there was none.
@@ -230,14 +228,12 @@ class Facts:
 
     @cached_property
     def finished_turns(self) -> set[int]:
-        """The turns before the peak's whose forwards no later backward needs.
-
-        Those of older steps are left to the causes of growth. A generator's graph may wait while
-        the critic steps several times.
+        """The turns before the peak's whose forwards no later backward needs. A generator's graph
+        may wait while the critic steps several times.
         """
         finished, needed = set[int](), set[int]()
         for done in self.of_models:
-            if done.step < self.peak.step - 1 or done.turn >= self.peak.turn or not done.has_graph:
+            if done.turn >= self.peak.turn or not done.has_graph:
                 continue
             if done.used and done.used_in_turn < self.peak.turn and not done.differentiable:
                 finished.add(done.turn)

@@ -24,7 +24,7 @@ from ..names import (
     LOSS,
     TRAINING_FORWARD,
 )
-from .facts import FIRST_READ_PARAMETER, READ_IN_PARTS
+from .facts import FIRST_READ_PARAMETER
 from .in_place_gradients import InPlaceGradients
 from .moments import Position
 from .recording import EXISTED, NO_CATEGORY, Entry, Recording
@@ -84,12 +84,20 @@ class OperationMeter:
                 if self.has_ddp:
                     before += self._find_bucket(operator, out)
                 allocated = self._count(func, args, kwargs, out)
+            if operator.takes_part and recording.moment == BETWEEN_STEPS:
+                self._note_part(args[0])
             if allocated or recording.total != before:
                 self.sample(allocated, func)
             if recording.scratch and (scratch := recording.scratch(func, args)):
                 recording.record_scratch(scratch, func)
         finally:
             self.lock.release()
+
+    def _note_part(self, tensor: torch.Tensor) -> None:
+        """Before a step, a part was taken from a tensor, or is written into: data has batches."""
+        entry = self.recording.entry_of(tensor)
+        if entry is not None and entry.category == names.OTHER:
+            entry.parts_until = self.recording.step
 
     def _is_counted(self, tensor: Any) -> bool:
         """Whether the storage of a plain tensor is among those that live."""
@@ -157,8 +165,6 @@ class OperationMeter:
             op = READ
             if isinstance(tensor, nn.Parameter):
                 op = FIRST_READ_PARAMETER
-            elif func in operators.parts_of_a_tensor:
-                op = READ_IN_PARTS
             # In the deepcopy of a tensor, its storage is copied as a whole, and its allocation is
             # not dispatched. It is first seen when a tensor of bytes takes it, to copy into it.
             is_copied = func is operators.take_storage and tensor.dtype is torch.uint8
@@ -167,7 +173,10 @@ class OperationMeter:
             owner, line = module or self.owner(), self.line(3)
             counted = recording.on_alloc(storage, names.OTHER, owner, op, tensor, line)
             if counted and not is_copied:
-                recording.live[storage_key(storage)].step = EXISTED
+                entry = recording.live[storage_key(storage)]
+                entry.step = EXISTED
+                if func in operators.parts_of_a_tensor:
+                    entry.parts_until = recording.step
             nbytes += counted
         return nbytes
 

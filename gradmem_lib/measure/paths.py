@@ -17,6 +17,7 @@ import sys
 import threading
 import traceback
 import types
+import weakref
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -56,10 +57,10 @@ NOT_INTO = (
     *(f"{LIBRARY}.{floor}." for floor in ("measure", "run", "view", "compat")),
     *("importlib", "torch._ops", "torch._library"),
 )
-BOXES = ("list", "dict", "cache", "window")
 ATTRIBUTE, MODULE_ATTRIBUTE = "attribute", "attribute of a module"
 EXCEPTION = "exception"
 ITERATOR = "iterator"
+BOXES = ("list", "dict", "cache", "window", ITERATOR)
 # These say more of why a tensor is there than the list or dict that it is in.
 TELLING = (EXCEPTION, "cache", ITERATOR, "optimizer", "gradient")
 A_NUMBER = re.compile(r"\[\d+\]|\['[^']*\d'\]")
@@ -73,7 +74,8 @@ class Held(NamedTuple):
     the owner: "list", "dict", "cache", "exception", "cycle", "C++" and so on. ``box``: the path of
     the list, dict or cache on the way that has numbered entries. ``graph``: only the graph of the
     tensor at ``path`` keeps it. ``in_script``: the name is one of the user's own. ``hook``: of an
-    attribute of a module, the script's hook on that module, as a code object.
+    attribute of a module, the script's hook on that module, as a code object. ``part``: the tensor
+    there is no more than a slice of the storage, one of this many equal ones (a power of 2).
     """
 
     path: str
@@ -83,6 +85,7 @@ class Held(NamedTuple):
     graph: bool = False
     in_script: bool = True
     hook: types.CodeType | None = None
+    part: int = 1
 
     @property
     def is_attribute(self) -> bool:
@@ -136,7 +139,8 @@ def who_holds(
             generators, iterators = _names_of_loops()
             walk.search(generators)
         walk.in_script = False
-        walk.search(of_libraries)
+        callbacks = Edge("weakref.finalize", dict(vars(weakref.finalize)))
+        walk.search([*of_libraries, callbacks])
         walk.search(iterators)
         if not everywhere and walk.is_complete and not walk.has_enough():
             for key in wanted:
@@ -291,7 +295,7 @@ class _Walk:
         held = None
         for storage in storages_of(tensor):
             held = held or self.way_to(tensor)
-            self.claim(storage_key(storage), held)
+            self.claim(storage_key(storage), held._replace(part=_part_of(storage, tensor)))
         # A view whose base has changed under no_grad has no graph that can be asked for.
         if tensor.requires_grad and tensor.grad_fn is not None:
             self.with_graph.append(tensor)
@@ -319,7 +323,7 @@ class _Walk:
         self.with_graph = []
 
     def search_in_circles(self) -> None:
-        for tensor in _in_circles():
+        for tensor in _with_gradients(_in_circles()):
             self.came_from[id(tensor)] = Edge("", tensor, "cycle"), None
             self._found(tensor)
         self._follow_graphs()
@@ -376,6 +380,13 @@ def _hook_on(module: nn.Module) -> types.CodeType | None:
             if is_function and is_of_a_script(hook.__code__.co_filename):
                 return hook.__code__
     return None
+
+
+def _part_of(storage: torch.UntypedStorage, tensor: torch.Tensor) -> int:
+    """How many tensors like this one its storage has room for, rounded down to a power of 2."""
+    nbytes = tensor.numel() * tensor.itemsize
+    fitting = storage.nbytes() // max(nbytes, 1)
+    return 1 << max(fitting.bit_length() - 1, 0)
 
 
 def _in_circles() -> list[torch.Tensor]:
@@ -543,11 +554,13 @@ ROWS: tuple[Any, ...] = (list, tuple, deque, set, frozenset)
 
 
 def _of_a_dict(thing: dict) -> Iterator[Edge]:
-    if _is_of_numbers(dict.values(thing)):
+    if _is_of_numbers(dict.values(thing)) and _is_of_numbers(dict.keys(thing)):
         return
     for key, value in list(dict.items(thing)):
         words = f"[{key!r}]" if type(key) in (str, int) else "[…]"
         yield Edge(words, value, "dict")
+        if type(key) not in ATOMS:
+            yield Edge(words, key, "dict")
     yield from _own_attributes(thing)
 
 

@@ -44,6 +44,7 @@ class Entry(weakref.ref):
     ``source``: the category of all that it was computed from outside of modules. ``stop``: the
     first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
     this weight, or this state. ``continues``: a part of it was joined before.
+    ``parts_until``: the last step before which, or in whose first use, a part of it was taken.
     ``held``: who held it when a walk has last met it.
     """
 
@@ -82,6 +83,7 @@ class Entry(weakref.ref):
     stop: int | None = None
     updated = -1
     continues = False
+    parts_until = -1
     held: Held | None = None
 
 

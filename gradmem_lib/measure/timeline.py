@@ -59,6 +59,7 @@ class Holder(NamedTuple):
     gradient counts as a gradient. ``samples``: the recording's first sample with it, and the first
     one without it. ``updated``: the last step of an optimizer that has this weight, or this state,
     also after the peak; -1 if there was none. ``continues``: a part of it was joined before.
+    ``in_parts``: parts of it were taken before later steps, as batches of a data set are.
     ``held``: who holds it, or those like it; ``None`` if that is not known.
     """
 
@@ -78,6 +79,7 @@ class Holder(NamedTuple):
     samples: tuple[int, int] = (0, 0)
     updated: int = -1
     continues: bool = False
+    in_parts: bool = False
     held: Held | None = None
 
     @property

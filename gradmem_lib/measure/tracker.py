@@ -427,6 +427,7 @@ class MemoryTracker:
                     computed_from=SOURCES[entry.source],
                     updated=entry.updated,
                     continues=entry.continues,
+                    in_parts=entry.parts_until > entry.step,
                     held=(likely or {}).get(id(entry)) or entry.held,
                 )
             )
@@ -456,7 +457,6 @@ class MemoryTracker:
             turns=recording.turn + 1,
             moments=frozenset(MOMENTS[moment] for moment in recording.moments_seen),
             ended=self._state == "done" and not self._interrupted,
-            excess=0 if self.budget is None else max(0, recording.total - self.budget),
             optimized=meter.optimized(),
             structure=meter.structure(),
             recomputed=meter.recomputed,
@@ -473,7 +473,7 @@ class MemoryTracker:
             meter.tag_states_being_made()
             where = f" in {name_of(meter.owner(), meter.module_names())}" if meter.stack else ""
             what = str(func).removesuffix(".default") + where
-            facts = self._facts()
+            facts = replace(self._facts(), excess=recording.total - self.budget)
             holders = self._holders(recording.entries())
             raise BudgetExceeded(self.budget, allocated, what, facts.peak, holders, facts)
         # Autograd's own threads must not talk to the front end.

@@ -27,7 +27,7 @@ class Walks:
 
     def __init__(self, recording: Recording, seconds: float, at_once: bool):
         self.recording, self.seconds, self.at_once = recording, seconds, at_once
-        self.begun, self.spent, self.last, self.count = time.perf_counter(), 0.0, FIRST, 0
+        self.begun, self.spent, self.last, self.count = time.process_time(), 0.0, FIRST, 0
         self.height = 0  # live bytes at the last walk
 
     def look(self, frame: FrameType | None) -> None:
@@ -42,7 +42,7 @@ class Walks:
 
     def has_time(self) -> bool:
         """Whether there is time for a walk like the last one."""
-        allowed = self.seconds + SHARE * (time.perf_counter() - self.begun)
+        allowed = self.seconds + SHARE * (time.process_time() - self.begun)
         return self.spent + self.last <= allowed
 
     def walk(
@@ -56,7 +56,7 @@ class Walks:
 
         ``in_a_step``: the functions that train are running, so that their variables are there.
         """
-        began = time.perf_counter()
+        began = time.process_time()
         live = self.recording.live
         least = SMALL * self.recording.total
         wanted = {key: entry.nbytes for key, entry in live.items() if entry.nbytes >= least}
@@ -73,7 +73,7 @@ class Walks:
                     entry.held = held  # else the name that it had says more than none
         except Exception:
             self.count = MOST_WALKS
-        self.last = time.perf_counter() - began
+        self.last = time.process_time() - began
         self.spent += self.last
 
 
@@ -93,8 +93,8 @@ def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
         bytes_met[_made(entry)] += entry.nbytes
         bytes_of[_made(entry)][held] += entry.nbytes
         if held.box and held.box != held.path:
-            # Entries of a dict have different paths, in the same dict.
-            bytes_of[_made(entry)][held._replace(path=held.box)] += entry.nbytes
+            # Entries of a dict have different paths, in the same dict, and slices any size.
+            bytes_of[_made(entry)][held._replace(path=held.box, part=1)] += entry.nbytes
     usual = {}
     for kind, holders in bytes_of.items():
         majorities = [held for held, nbytes in holders.items() if 2 * nbytes > bytes_met[kind]]

@@ -49,6 +49,8 @@ class Operator(NamedTuple):
     ``func``: the operator itself. While it is held here, no other one can get its address, which is
     the key. ``run``: what runs it. ``aliases``: it returns an argument or a view of one.
 
+    ``takes_part``: of some rows, columns or blocks of its first argument.
+
     Two kinds of operators allocate no storage. ``only_views``: all that it returns are views of its
     first argument, and it writes nothing. ``in_place``: it writes into its first argument, and
     returns only this.
@@ -57,6 +59,7 @@ class Operator(NamedTuple):
     func: Any
     run: Callable
     aliases: bool
+    takes_part: bool
     only_views: bool
     in_place: bool
 
@@ -82,6 +85,7 @@ def _look_at(func: Any) -> Operator:
         func,
         run,
         aliases=any(alias is not None for alias in aliases),
+        takes_part=func in operators.parts_of_a_tensor,
         only_views=len(views) == len(aliases) > 0,
         in_place=len(aliases) == 1 and operators.writes_first_argument(func),
     )

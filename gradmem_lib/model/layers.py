@@ -137,7 +137,7 @@ def _module_named(model: nn.Module, name: str) -> nn.Module:
 
 def is_callable(module: nn.Module) -> bool:
     """Whether a module has a forward, as lists and dicts of parts have not."""
-    return type(module).forward is not nn.Module.forward
+    return getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def items_called(several: nn.Module) -> list[nn.Module]:

@@ -110,7 +110,8 @@ class Candidates(Question):
         rank = None if self.has_adapters else LORA_RANK
         frozen, trained = self.work.bytes_per_number
         if method == "qlora":
-            precisions = ["bf16"]
+            # Autocast makes all but the matrices in 4 bits wider: only where bf16 is slow.
+            precisions = ["bf16"] if self.card.bf16 else [mixed, "bf16"]
         elif frozen != trained:
             # the adapters have a dtype of their own: keep both as they are
             precisions.insert(0, None)

@@ -105,8 +105,9 @@ class Host:
             when = f"from step {first.step + 1} to step {end.step + 1}"
         begins = f"The process grows by {format_bytes(end.private - first.private)} {when}"
         others = (
-            "arrays of numpy and numbers in lists, a loss that is added up without .item() (a "
-            "graph of numbers), data that each worker of a DataLoader copies, and pinned memory."
+            "arrays of numpy, numbers in lists, what torch.save has written into io.BytesIO, a "
+            "loss that is added up without .item() (a graph of numbers), data that each worker of "
+            "a DataLoader copies, and pinned memory."
         )
         if end.counted is None or first.counted is None:
             return (

@@ -184,7 +184,8 @@ class ScriptMeter(Meter):
     def look_at_the_host(self, steps: int, at_the_end: bool = False) -> None:
         counted = None
         if self.recording.device.type == "cpu":
-            counted = self.recording.total
+            # what was free once stays with the process
+            counted = self.recording.run_peak.total
         self.host.look(steps, counted, at_the_end)
 
     @shielded
@@ -231,9 +232,9 @@ class ScriptMeter(Meter):
         """Find the number with the longest graph. One that was found before in a variable of a
         function that has ended stays.
         """
-        began = time.perf_counter()
+        began = time.process_time()
         found = longest_graph(frame, error, self.step_begins)
-        self.walks.spent += time.perf_counter() - began
+        self.walks.spent += time.process_time() - began
         if found[1]:
             self.long_graph = found
 

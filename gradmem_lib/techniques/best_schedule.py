@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compat.trees import tree_leaves
 from .layer_arguments import join_input
 from .layer_bytes import LayerBytes, layer_bytes
+from .module_state import Contents
 from .schedules import Schedule, safe_segments
 from .second_run import FirstRun, version_of
 from .segments import IN_PLACE, Chain
@@ -48,12 +50,18 @@ class Measurement:
                 '"sqrt" or a list of segment lengths (best_segments finds them from the bytes of '
                 "an unspread layer)"
             )
+        given, values = Contents([x, rest]), tree_leaves((x, rest))
+        versions = list(map(version_of, values))
         try:
             size, out = layer_bytes(layer, *join_input(x, rest), x, self.chain.hidden)
         except RuntimeError as error:
             if self._changes_its_input(i, x, rest):
                 raise RuntimeError(IN_PLACE.format(i)) from error
             raise
+        finally:
+            given.put_back()
+        if list(map(version_of, values)) != versions:
+            raise RuntimeError(IN_PLACE.format(i))
         self.order.append(i)
         self.sizes.append(size)
         self.continues.append(continues)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..compat.compiled import is_compiled
@@ -53,8 +54,8 @@ def refuse_checkpointed(layers: list[nn.Module]) -> None:
         ours = isinstance(call_override(part), CallOverride)
         if ours or getattr(part, LAYER_SWITCH, False):
             raise RuntimeError(ALREADY_CHECKPOINTED)
-    if any(map(is_compiled, layers)):
+    if any(is_compiled(layer) or isinstance(layer, torch.jit.ScriptModule) for layer in layers):
         raise RuntimeError(
-            "a layer is compiled on its own, and compiled code bypasses the checkpoints: "
-            "checkpoint the layers before you compile them, or do not compile them"
+            "a layer is compiled on its own (torch.compile, torch.jit), and compiled code bypasses "
+            "the checkpoints: checkpoint the layers before you compile them, or do not compile them"
         )

@@ -31,7 +31,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..compat.modules import call_override, original_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
@@ -79,8 +79,10 @@ def checkpoint_layers(
         layers: of any model, the names of its lists of layers, as ``Recipe`` takes them.
 
     The first layer of a segment runs all of it, and the others hand on its output. Calls that do
-    not fit are refused. But it is not seen if a forward ends inside a segment, or collects the
-    outputs there, which are all the segment's: checkpoint such layers one by one (``every=1``).
+    not fit are refused, and so is the gradient of an output inside a segment, which is the
+    segment's: of a forward that ends there, or that collects outputs. If layers return more than a
+    tensor, or outputs are detached, that is not seen: checkpoint such layers one by one
+    (``every=1``).
 
     Modules, parameters and state dicts do not change, and layers in eval mode or without gradients
     run as before. Hooks on a layer fire each time that it runs (the last layer of a recomputation
@@ -93,8 +95,10 @@ def checkpoint_layers(
     Raises ``ValueError`` or ``TypeError`` for a schedule that does not fit, ``ValueError`` if no
     list of layers is found, and ``RuntimeError`` if a layer, or a part of one, is checkpointed
     already (by this function or by transformers), if a layer is compiled, or if ``"best"`` is used
-    on weights that FSDP has sharded over processes; and in the first backward if a layer's second
-    run has computed other numbers than its first, as with a generator that is not put back.
+    on weights that FSDP has sharded over processes; in backward if an argument of a layer was
+    changed in place; and in the first backward if a layer's second run has saved other numbers than
+    its first, as with a generator that is not put back. (A Python number by which the last
+    operation of a segment multiplies is saved by none, and is not seen.)
     """
     found = find_layers(layers_or_model, layers)
     refuse_checkpointed(layers_in(found))
@@ -212,10 +216,13 @@ class _LayerCalls:
             out = self._run_segment(segment, start, stop, x, rest)
         else:  # the segment has run: hand its output on
             self._refuse_unless_continued(i, start, x, rest, before)
-            out, rest = before.out, before.rest
-        if i + 1 < stop:
-            self.handover = Handover(i + 1, out, rest, version_of(self.chain.hidden(out)))
-        return out
+            out, rest = before.of_segment, before.rest
+        if i + 1 == stop:
+            return out
+        handed_on = _for_the_next_layer(i, out)
+        version = version_of(self.chain.hidden(out))
+        self.handover = Handover(i + 1, handed_on, rest, version, of_segment=out)
+        return handed_on
 
     def _run_segment(
         self, segment: int | Schedule, start: int, stop: int, x: Any, rest: tuple
@@ -335,7 +342,28 @@ class _LayerCalls:
                 f'layer {i} was called before layer 0, at which "best" measures all layers'
             )
         for j in range(len(self.layers)):
-            x = self.chain.hidden(self._measure(j, x, rest, self.handover))
+            out = self._measure(j, x, rest, self.handover)
+            if self.chain.has_extra_outputs(out):
+                return  # nobody knows here what the next layer gets: each is its own segment
+            x = self.chain.hidden(out)
+
+
+def _for_the_next_layer(i: int, out: Any) -> Any:
+    """The output of layer ``i``'s segment, as the layer itself returns it. The next layer's call
+    returns another tensor, so that this one gets a gradient only if something else uses it.
+    """
+    if not isinstance(out, Tensor) or not out.requires_grad:
+        return out
+
+    def refuse(gradient: Tensor) -> None:
+        raise RuntimeError(
+            f"end a segment at layer {i}, or use every=1: its output is used elsewhere than in "
+            f"layer {i + 1}, and a layer inside a segment returns the output of the segment"
+        )
+
+    handed_on = out.view_as(out)
+    handed_on.register_hook(refuse)
+    return handed_on
 
 
 def checkpoints_of(model: nn.Module) -> list[_LayerCalls]:

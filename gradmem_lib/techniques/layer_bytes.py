@@ -3,8 +3,6 @@ alone.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from ..compat.trees import tree_map_only
 from ..measure.storages import storages_of, tensors_in
 from ..measure.watch import Watch
+from .module_state import left_as_it_was
 
 
 class LayerBytes(NamedTuple):
@@ -43,18 +42,19 @@ def layer_bytes(
     argument that is the layer's input.
 
     ``hidden(output)`` is the part of the output that the next layer gets, and that has a gradient.
-    Only the output stays: no gradients are left, and buffers get their old values back. Hooks on
+    Only the output stays: no gradients are left, and what the layer keeps is put back. Hooks on
     the layer do not fire. The caller restores random states.
     """
     args, kwargs = _detached((args, kwargs))
     weights = [p for p in layer.parameters() if p.requires_grad]
     autocast = _autocast_without_cache([*weights, *tensors_in((args, kwargs))])
-    with _buffers_kept(layer):
+    with left_as_it_was(layer):
         internal, temporaries, has_gradient = _forward_and_backward(
             layer, args, kwargs, weights, hidden, autocast
         )
-        # after the backward, so that no second output is alive beside it
-        with torch.no_grad(), autocast:
+        # After the backward, so that no second output is alive beside it. With gradients, which a
+        # layer may ask for itself.
+        with autocast:
             out = _detached(layer.forward(*args, **kwargs))
     for tensor, needed in zip(tensors_in((out,)), has_gradient, strict=True):
         tensor.requires_grad_(needed)
@@ -74,22 +74,6 @@ def _autocast_without_cache(tensors: list[Tensor]) -> torch.autocast:
     dtype = torch.get_autocast_dtype(device)
     enabled = torch.is_autocast_enabled(device)
     return torch.autocast(device, dtype, enabled, cache_enabled=False)
-
-
-@contextmanager
-def _buffers_kept(layer: nn.Module) -> Iterator[None]:
-    """Give the layer's buffers their values back at the end, also after an error."""
-    before = []
-    for module in layer.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            before.append((module, name, buffer, buffer.clone()))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, value in before:
-                buffer.copy_(value)
-                setattr(module, name, buffer)  # forward may have replaced it by another tensor
 
 
 def _forward_and_backward(

@@ -7,6 +7,7 @@ a module for short rows. A forward that is only a question must not leave any of
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -29,38 +30,48 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     of. Copies take at most twice the bytes of the trained weights: beyond that, the largest tensors
     keep what was written into them.
     """
-    old_attributes = {module: vars(module).copy() for module in model.modules()}
-    old_items = []  # buffers, parameters and children are in such containers, too
-    tensors: dict[int, Tensor] = {}
-    for value in _reached_from(old_attributes.values()):
-        if type(value) in _CONTAINERS:
-            old_items.append((value, value.copy()))
-        elif _has_numbers(value):
-            tensors[id(value)] = value
-    old_tensors = _remembered(tensors.values(), model)
+    classes = [(module, type(module)) for module in model.modules()]  # of lazy ones they change
+    # Buffers, parameters and children are in containers among the attributes.
+    attributes = [vars(module) for module in model.modules()]
+    tensors = list(filter(_has_numbers, _reached_from(attributes)))
+    old_items, old_tensors = Contents(attributes), _remembered(tensors, model)
     try:
         yield
     finally:
-        for module, attributes in old_attributes.items():
-            vars(module).clear()
-            vars(module).update(attributes)
-        for container, items in old_items:
-            _refill(container, items)
+        old_items.put_back()
+        for module, kind in classes:
+            module.__class__ = kind
         for old in old_tensors:
             old.put_back()
 
 
-def _reached_from(tables: Iterable[dict]) -> Iterator[Any]:
-    """The values of ``tables``, and those in containers among them."""
-    waiting: list[Any] = [value for table in tables for value in table.values()]
+class Contents:
+    """The items that some containers have, those inside them too. The items are not copied."""
+
+    def __init__(self, containers: Iterable[Any]):
+        self.items = []
+        for value in _reached_from(containers):
+            if type(value) in _CONTAINERS:
+                self.items.append((value, value.copy()))
+
+    def put_back(self) -> None:
+        for container, items in self.items:
+            _refill(container, items)
+
+
+def _reached_from(values: Iterable[Any]) -> Iterator[Any]:
+    """The ``values``, and those in containers and dataclasses among them."""
+    waiting = list(values)
     seen: set[int] = set()
     while waiting:
         value = waiting.pop()
+        if is_dataclass(value):
+            value = getattr(value, "__dict__", ())  # which has its fields, but for those in slots
         if id(value) in seen:
             continue
         seen.add(id(value))
         yield value
-        if type(value) in _CONTAINERS:
+        if type(value) in (tuple, *_CONTAINERS):
             waiting += value.values() if isinstance(value, dict) else value
 
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdRef
 
-from ..compat.autograd import saved_by_checkpoint
-from ..compat.tensors import base_of, storage_key, version
+from ..compat.autograd import next_sequence_nr, saved_by_checkpoint
+from ..compat.tensors import base_of, is_zero_tensor, storage_key, version
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, check_choice
 
@@ -64,6 +64,8 @@ class offload_activations(saved_tensors_hooks):
         self._folder: Path | None = None
         self._offloaded: dict[int, weakref.ref[_OffloadedStorage]] = {}  # by storage
         self._excluded: set[int] = set()
+        self._operation = -1  # the number of the one that saves now
+        self._unfinished: list[_OffloadedStorage] = []
 
     def __enter__(self) -> offload_activations:
         self._excluded = set()
@@ -75,6 +77,7 @@ class offload_activations(saved_tensors_hooks):
 
     def __exit__(self, *error) -> None:
         super().__exit__(*error)
+        self._finish()
         if error[0] is not None:
             self.close()
 
@@ -90,12 +93,26 @@ class offload_activations(saved_tensors_hooks):
             return None, (tensor if tensor.is_leaf else tensor.detach(), version(tensor))
         storage = tensor.untyped_storage()
         key = storage_key(storage)
+        if self._operation != next_sequence_nr():
+            self._finish()
+            self._operation = next_sequence_nr()
         offloaded = self._offloaded.get(key, lambda: None)()
         if offloaded is None or not offloaded.is_copy_of(tensor):
             offloaded = _OffloadedStorage(tensor, self._path)
+            self._unfinished.append(offloaded)
+            if tensor.requires_grad:
+                offloaded.finish()
             self._offloaded[key] = weakref.ref(offloaded)
             self.bytes, self.tensors = self.bytes + storage.nbytes(), self.tensors + 1
         return offloaded, (tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def _finish(self) -> None:
+        """Write what the last operation has saved. Some fill it after that, as RReLU does with its
+        random numbers, so a tensor without a gradient waits for the next operation.
+        """
+        for offloaded in self._unfinished:
+            offloaded.finish()
+        self._unfinished.clear()
 
     def _should_offload(self, tensor: Tensor) -> bool:
         if not OFFLOAD[self._what].all_saved and not saved_by_checkpoint():
@@ -105,7 +122,9 @@ class offload_activations(saved_tensors_hooks):
         storage = own_storage(tensor) if tensor.layout == torch.strided else None
         if storage is None or not storage.nbytes() or storage_key(storage) in self._excluded:
             return False
-        return not (tensor.is_conj() or tensor.is_neg() or tensor.is_quantized)
+        if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):  # not as it is stored
+            return False
+        return not tensor.is_quantized
 
     def _path(self) -> Path:
         if self._folder is None:
@@ -134,19 +153,27 @@ class _OffloadedStorage:
     def __init__(self, tensor: Tensor, new_path: Callable[[], Path]):
         storage = tensor.untyped_storage()
         self._base, self._version = weakref.ref(base_of(tensor)), version(tensor)
+        self._unwritten: Tensor | None = tensor.detach()
         self._nbytes, self._device = storage.nbytes(), tensor.device
         self._host: Tensor | None = None
         self._reloaded: Any = lambda: None  # a weak reference to the storage that was reloaded
         self._version_probe: Tensor  # an empty tensor that shares the version counter
         self._fake = storage.device.type == "meta"
         if self._device.type != "cpu":
-            device_bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
             self._host = torch.empty(self._nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            self._host.copy_(device_bytes, non_blocking=True)
-        elif not self._fake:  # written without a torch operation, which trackers would count
+        elif not self._fake:
             self._path = new_path()
             # first, so that an interrupt leaves no file
             weakref.finalize(self, _remove, self._path)
+
+    def finish(self) -> None:
+        if self._unwritten is None:
+            return
+        storage, self._unwritten = self._unwritten.untyped_storage(), None
+        if self._host is not None:
+            device_bytes = torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+            self._host.copy_(device_bytes, non_blocking=True)
+        elif not self._fake:  # without a torch operation, which trackers would count
             self._path.write_bytes((ctypes.c_char * self._nbytes).from_address(storage.data_ptr()))
 
     def is_copy_of(self, tensor: Tensor) -> bool:
@@ -171,6 +198,7 @@ class _OffloadedStorage:
 
     def _reload(self) -> torch.UntypedStorage:
         """The storage's bytes, in memory again: the copy of before, if one is alive unchanged."""
+        self.finish()
         storage = self._reloaded()
         if storage is not None and not version(self._version_probe):
             return storage

@@ -77,7 +77,7 @@ def accumulate_through_embeddings(
 
     # The loss of all rows gives each embedding its gradient.
     for tensor in embeddings:
-        tensor.requires_grad_(tensor.is_floating_point())
+        tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
     loss = loss_of(*embeddings)
     _check_loss(loss)
     loss.backward()

@@ -3,10 +3,11 @@
 A checkpoint runs a forward again in backward, and ``accumulate_through_embeddings`` runs one again
 with a graph. The second run must compute the same as the first, and leave no trace. So it gets the
 random numbers of the first run, copies of the buffers that a forward writes, such as the running
-statistics of a ``BatchNorm``, and the numbers among the modules' attributes. torch's own random
-numbers are left to the caller: PyTorch's checkpoint takes care of them. What a forward reads and
-writes elsewhere (a list, a tensor that is no buffer, the generator of a data set) is not put back.
-So the first two runs are compared.
+statistics of a ``BatchNorm``, the numbers among the modules' attributes, and the items that the
+lists and dicts among the arguments had. torch's own random numbers are left to the caller:
+PyTorch's checkpoint takes care of them. What a forward writes into other attributes (a list, a
+tensor that is no buffer) is put back afterwards, but not found again, and what it reads and writes
+elsewhere (the generator of a data set) is neither. So the first two runs are compared.
 """
 
 from __future__ import annotations
@@ -27,31 +28,42 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..compat.autograd import determinism_check
+from ..compat.data_parallel import is_sharded
 from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import has_numbers
 from ..compat.tensors import version
+from ..compat.trees import tree_leaves
+from .module_state import Contents
 
 # Attributes of modules that a forward may change: generators, a counter, a switch.
 _KEPT = (random.Random, np.random.Generator, np.random.RandomState, bool, int, float, str)
-# By module, and by its mode (``training``): the names of the buffers that its forward writes.
+_OF_EACH_MODULE = frozenset(vars(nn.Module()))  # attributes that torch reads and writes
+# By module, and by its mode (``training``): the names of the buffers and of other untrained tensors
+# that its forward writes.
 _WRITTEN: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
 _BUFFERS = WeakTensorKeyDictionary()  # those that a run has found
 
 
 def checkpoint_again(
-    modules: Iterable[nn.Module], run: Callable, *args: Any, **options: Any
+    modules: Iterable[nn.Module], run: Callable, *args: Any, given: Any = (), **options: Any
 ) -> Any:
     """``run(*args)``, which calls ``modules``, in a checkpoint: it runs again in backward.
 
-    ``options``: those of ``torch.utils.checkpoint.checkpoint``.
+    ``given``: what ``run`` reads besides ``args``. ``options``: those of
+    ``torch.utils.checkpoint.checkpoint``. Raises ``RuntimeError`` in backward if a tensor that is
+    ``given`` was changed in place. (Autograd itself says so of ``args``.)
     """
-    first = FirstRun(modules)
+    first = FirstRun(modules, (args, given))
+    values = tree_leaves(given)
+    versions = list(map(version_of, values))
     has_run = False
     if first.is_new:
         options["determinism_check"] = determinism_check(_Saved)
 
     def run_or_run_again(*args: Any) -> Any:
         nonlocal has_run
+        if list(map(version_of, values)) != versions:
+            raise RuntimeError(CHANGED_LATER.format(type(next(iter(first.modules))).__name__))
         context = first.found_again() if has_run else first.watched()
         has_run = True
         with context:
@@ -67,6 +79,7 @@ class _Saved:
 
     def __init__(self, tensor: Tensor):
         self.kind = tensor.shape, tensor.dtype, tensor.device
+        self.version = version_of(tensor)
         self.sums: list[Tensor] = []
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         # A BatchNorm changes what it has saved: its buffers.
@@ -81,7 +94,8 @@ class _Saved:
             # A kernel for 16 bits may round otherwise.
             dtypes = [self.kind[1]] * len(self.sums)
             if not all(map(nearly_same, self.sums, other.sums, dtypes)):
-                raise RuntimeError(RUNS_DIFFER)
+                written = self.version != other.version
+                raise RuntimeError(WRITTEN_LATER if written else RUNS_DIFFER)
         return True
 
 
@@ -103,12 +117,22 @@ def nearly_same(again: Tensor, first: Tensor, dtype: torch.dtype) -> bool:
     return not difference > torch.finfo(dtype).eps ** 0.5 * first.norm()
 
 
+CHANGED_LATER = (
+    "what this {} was called with was changed in place later, and its checkpoint would compute it "
+    "again from the changed values: make a new tensor (x = x + y in place of x += y), or leave the "
+    "checkpoint out"
+)
+WRITTEN_LATER = (
+    "make a new tensor (x = x + y in place of x += y): an operation in place has changed what a "
+    "checkpointed layer had saved for its backward"
+)
 RUNS_DIFFER = (
-    "keep the tensors that a forward changes in buffers, and draw random numbers from torch, "
-    "random, np.random or a generator that is an attribute of its module: the second run of a "
+    "keep the tensors that a forward changes in buffers of its module, and draw random numbers "
+    "from torch, random, np.random or a generator that is an attribute of it: the second run of a "
     "checkpointed layer has computed other numbers than the first, and the gradient would be of "
     "neither. If only the first forward differs, since it fills a cache, run one before the "
-    "checkpoints"
+    "checkpoints. And leave the checkpoint of a layer out whose operation fills what it has saved "
+    "already, as RReLU in training"
 )
 
 
@@ -129,11 +153,15 @@ class FirstRun:
 
     ``found_again`` without a first run leaves the random numbers of the block without a trace.
 
+    ``given``: arguments of the forward. Lists and dicts among them get back the items that they
+    have now.
+
     Bytes: a copy of each buffer that the forward writes. Which ones these are is asked in the first
     forward of a module, during which there is a copy of each of its buffers.
     """
 
-    def __init__(self, modules: Iterable[nn.Module]):
+    def __init__(self, modules: Iterable[nn.Module], given: Any = ()):
+        self.given = Contents([given])
         self.modules = dict.fromkeys(part for module in modules for part in module.modules())
         self.random_state = random.getstate(), np.random.get_state()
         self.used = _UsedGenerators()
@@ -154,7 +182,7 @@ class FirstRun:
     def watched(self) -> Iterator[None]:
         """The first run."""
         copied: dict[int, Any] = {}
-        before = []
+        before, others = [], self._versions_of_others()
         for module in self.modules:
             written = _WRITTEN.setdefault(module, {}).get(module.training)
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
@@ -173,16 +201,32 @@ class FirstRun:
                 changed = self._differs(module, name, buffer)
             if changed:
                 self._note(module, name)
+        same_tensors = {other[:3] for other in others}
+        for module, name, number, _ in self._versions_of_others() - others:
+            if (module, name, number) in same_tensors:
+                _WRITTEN[module][module.training].add(name)
+
+    def _versions_of_others(self) -> set[tuple[nn.Module, str, int, int]]:
+        """The tensors that are no buffers, by module and name, and their versions."""
+        found = set()
+        for module in self.modules:
+            for name, tensor in _other_tensors(module):
+                # By its number: a tensor that the forward replaces must not stay in memory.
+                found.add((module, name, id(tensor), version_of(tensor)))
+        return found
 
     def _differs(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
         """Whether the run has written a buffer through ``.data``, which changes no version. If not,
         its copy is not needed.
         """
         copy = self.copies.pop((module, name))
-        if not has_numbers(buffer) or torch.equal(buffer, copy):
-            return False
-        self.copies[module, name] = copy
-        return True
+        if has_numbers(buffer):
+            differs = not torch.equal(buffer, copy)
+        else:  # a prediction: the kernels of norms change running statistics, and no version
+            differs = module.training and getattr(module, "track_running_stats", False)
+        if differs:
+            self.copies[module, name] = copy
+        return differs
 
     def _note(self, module: nn.Module, name: str) -> None:
         """Note a buffer that the run has written."""
@@ -201,7 +245,10 @@ class FirstRun:
     def found_again(self) -> Iterator[None]:
         """A second run. Afterwards, all is as just before it."""
         copied: dict[int, Any] = {}
-        own = {(owner, name): getattr(owner, name) for owner, name in self.copies}
+        found = self._copies_to_write_to()
+        own = {(owner, name): getattr(owner, name) for owner, name in found | self.copies}
+        attributes = list(map(_attributes, self.modules))
+        contents, given = Contents(attributes), Contents(item for item, _ in self.given.items)
         of_torch = {generator: generator.get_state() for generator in self.used.states}
         now = random.getstate(), np.random.get_state()
         try:
@@ -210,14 +257,36 @@ class FirstRun:
                 generator.set_state(state)
             for place, value in self.copies.items():
                 setattr(*place, _copy(value, copied))
+            for place, copy in found.items():
+                setattr(*place, copy)
+            self.given.put_back()
             with self.used:
                 yield
         finally:
             _set_python_and_numpy(now)
             for generator, state in (self.used.states | of_torch).items():
                 generator.set_state(state)
+            given.put_back()
+            for module, own_attributes in zip(self.modules, attributes, strict=True):
+                vars(module).update(own_attributes)
+            contents.put_back()
             for place, value in own.items():
                 setattr(*place, value)
+
+    def _copies_to_write_to(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """Copies of the tensors, besides buffers, that the second run is going to write in place.
+
+        The first run made none, so no mode that compares the operations of both may see this.
+        """
+        found: dict[tuple[nn.Module, str], Tensor] = {}
+        copied: dict[int, Any] = {}
+        for module in self.modules:
+            written = _WRITTEN.get(module, {}).get(module.training, ())
+            for name, tensor in _other_tensors(module):
+                if name in written:
+                    with without_modes():
+                        found[module, name] = _copy(tensor, copied)
+        return found
 
 
 class _UsedGenerators(TorchFunctionMode):
@@ -238,11 +307,30 @@ class _UsedGenerators(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """The attributes of a module that are its own, and not those of every module."""
+    if is_sharded(module):  # FSDP keeps what it has gathered in attributes
+        return {}
+    return {name: value for name, value in vars(module).items() if name not in _OF_EACH_MODULE}
+
+
+def _other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module that are neither trained nor buffers."""
+    for name, value in _attributes(module).items():
+        if isinstance(value, Tensor):
+            yield name, value
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if not parameter.requires_grad:
+            yield name, parameter
+
+
 def _copy(value: Any, copied: dict[int, Any]) -> Any:
     """A copy, or the one in ``copied`` that was made of the same object."""
     if id(value) not in copied:
-        is_tensor = isinstance(value, Tensor)
-        copied[id(value)] = value.detach().clone() if is_tensor else deepcopy(value)
+        copy = value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+        if isinstance(value, nn.Parameter):  # as a module demands
+            copy = nn.Parameter(copy, requires_grad=False)
+        copied[id(value)] = copy
     return copied[id(value)]
 
 

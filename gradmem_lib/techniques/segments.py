@@ -50,7 +50,8 @@ class Chain:
         """
         before = version_of(x)
         layers = self.layers[start : start + total_layers(segment)]
-        out = checkpoint_again(layers, partial(self.run, segment, start, rest=rest), x)
+        run = partial(self.run, segment, start, rest=rest)
+        out = checkpoint_again(layers, run, x, given=rest)
         if version_of(x) != before:
             raise RuntimeError(IN_PLACE.format(start))
         return out
@@ -111,6 +112,7 @@ class Handover(NamedTuple):
     out: Any  # the output
     rest: tuple  # the other arguments
     version: int  # of the output's hidden state
+    of_segment: Any = None  # the output once more, which the segment's last layer returns
 
     def problem(self, chain: Chain, i: int, x: Any, rest: tuple) -> str | None:
         """Why a call of layer ``i`` with input ``x`` does not continue here; None if it does."""

@@ -19,20 +19,15 @@ from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensor
 from ..compat.modules import original_call
 from ..compat.operators import schema
-from ..compat.trees import tree_leaves
 from ..hf_names import PARTS
 from ..model.layers import Named, find_layers, layers_in
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
 from .layer_arguments import CACHE_WARNING, without_cache
-from .second_run import FirstRun, checkpoint_again, version_of
+from .module_state import left_as_it_was
+from .second_run import FirstRun, checkpoint_again
 
-CHANGED_ARGUMENT = (
-    "what this {} was called with was changed in place later, and its checkpoint would compute it "
-    "again from the changed values: make a new tensor (x = x + y in place of x += y), or leave the "
-    "checkpoint of this part out"
-)
 PRODUCTS = tuple(f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "convolution"))
 
 
@@ -102,16 +97,8 @@ class Part(CallOverride):
         options = {}
         if self.keeps_products:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, Policy())
-        values = tree_leaves((args, kwargs))
-        versions = [version_of(value) for value in values]
-
-        def run_unchanged():
-            """Called again in backward, with the same values."""
-            if [version_of(value) for value in values] != versions:
-                raise RuntimeError(CHANGED_ARGUMENT.format(type(self.module).__name__))
-            return run(*args, **kwargs)
-
-        return checkpoint_again([self.module], run_unchanged, **options)
+        run_again = partial(run, *args, **kwargs)
+        return checkpoint_again([self.module], run_again, given=(args, kwargs), **options)
 
 
 class Tiled(CallOverride):
@@ -138,8 +125,9 @@ class Tiled(CallOverride):
         sample = x[..., :tokens, :]  # a view, with the strides that slices have
         sample = sample.detach().requires_grad_()
         unseen = saved_tensors_hooks(lambda t: t, lambda t: t)
-        first = FirstRun([self.module])
-        with without_modes(), unseen, torch.random.fork_rng(), first.found_again():
+        others = FirstRun([self.module]).found_again()
+        state = left_as_it_was(self.module)
+        with without_modes(), unseen, torch.random.fork_rng(), others, state:
             # In a new context: transformers collects a forward's outputs through a context
             # variable.
             Context().run(self._check, run, sample)

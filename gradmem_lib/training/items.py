@@ -207,6 +207,9 @@ def _refusal(
             "shows nothing: it is 0 for a few rows together and for each of them alone, as of a "
             "loss that compares rows and finds no pair"
         )
+    elif answer.adds_up:
+        advice = f"return a mean, the loss divided by its rows or labels, or {UNCUT}"
+        found = f"is a sum: {found}"
     elif items is not None:
         advice = "say what the loss is divided by with another items="
         found = f"is no mean over what items= counts: {found}"

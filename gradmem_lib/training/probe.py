@@ -69,6 +69,12 @@ class Answer:
         return False
 
     @property
+    def adds_up(self) -> bool:
+        """Whether the losses of rows alone add up to that of all of them, as those of a sum do."""
+        differences = [abs(sum(row.alone) - row.together) / (row.scale or 1) for row in self.table]
+        return bool(differences) and max(differences) <= self.limit
+
+    @property
     def needs_other_rows(self) -> bool:
         """Whether no row alone has a loss that is a number, and several together have one."""
         alone = [loss for row in self.table for loss in row.alone]

@@ -1,9 +1,10 @@
 """The one training step: a batch cut into micro-batches, their gradients added up, one update."""
 
 import copy
+import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -12,6 +13,7 @@ from contextlib import (
     nullcontext,
     suppress,
 )
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -47,11 +49,26 @@ class _FixedScale:
             grad.div_(self.factor)
 
 
+def _parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
-    found = []
-    for group in optimizer.param_groups:
-        found += [p.grad for p in group["params"] if p.grad is not None]
-    return found
+    return [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
+
+
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
+    """``clip_grad_norm_``, also where some gradients are sparse, as of
+    ``nn.Embedding(sparse=True)``. Returns the norm from before.
+    """
+    have_gradients: list[Any] = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # a row that came twice is one row
+            have_gradients.append(SimpleNamespace(grad=parameter.grad.values()))
+        else:
+            have_gradients.append(parameter)
+    return nn.utils.clip_grad_norm_(have_gradients, most)
 
 
 class _Update:
@@ -66,6 +83,9 @@ class _Update:
         self.fixed_scale = None
         if scaler is None and recipe.scales_loss:
             self.fixed_scale = _FixedScale()
+        optimizers = optimizer if self.in_backward else [optimizer]
+        for stepped in (*optimizers, *filter(None, self.schedulers)):
+            _check_step(stepped)
         if clip is not None and self.in_backward:
             raise ValueError(
                 "leave max_grad_norm out, or in_backward=True, which steps before the norm of all "
@@ -83,17 +103,27 @@ class _Update:
         if self.clip is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            to_check = [nn.utils.clip_grad_norm_(model.parameters(), self.clip)]
+            # Also of what only the loss has, such as learned weights of several tasks.
+            parameters = dict.fromkeys([*model.parameters(), *_parameters_of(self.optimizer)])
+            to_check = [clip_gradients(parameters, self.clip)]
         if self.scaler is not None:
             return ""
         if not math.isfinite(loss):
             return "the loss is not finite"
-        return "" if all(map(_is_finite, to_check)) else "a gradient is not finite"
+        if not all(map(_is_finite, to_check)):
+            return "a gradient is not finite"
+        if not self.in_backward and not _gradients_of(self.optimizer):
+            raise ValueError(
+                "make the optimizer of model.parameters(): none of its parameters has a gradient, "
+                "and a step would change nothing"
+            )
+        return ""
 
-    def step(self, keep_gradients: bool) -> None:
+    def step(self, model: nn.Module, keep_gradients: bool) -> None:
         was_stepped = self.in_backward or self._step_optimizer()
         if not self.in_backward and not keep_gradients:
             self.optimizer.zero_grad(set_to_none=True)
+            model.zero_grad(set_to_none=True)  # also of what this optimizer does not have
         for scheduler in self.schedulers:
             if scheduler is not None and was_stepped:
                 scheduler.step()
@@ -107,6 +137,19 @@ class _Update:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return self.scaler.get_scale() >= before
+
+
+def _check_step(stepped: Any) -> None:
+    """``ValueError`` for an optimizer or a scheduler whose ``step()`` needs something."""
+    try:
+        # The class's: a scheduler puts a function of its own around that of its optimizer.
+        inspect.signature(type(stepped).step).bind(stepped)
+    except TypeError as error:
+        name = type(stepped).__name__
+        raise ValueError(
+            f"leave the {name} out of step, and call it in your own loop with "
+            f"accumulate_gradients: of {name}.step(), there is {error}"
+        ) from error
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -201,7 +244,7 @@ def step(
         )
         window.check(update.finish_gradients(model, result.loss))
     mark("step")
-    update.step(keep_gradients)
+    update.step(model, keep_gradients)
     return torch.tensor(result.loss)
 
 

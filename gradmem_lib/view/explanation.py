@@ -207,7 +207,7 @@ def explain(
 
 
 # These do not come from a moment of a training step: it is neither asked for nor answered.
-WITHOUT_MOMENT = ("dispatched", "disk", "killed", "shared memory", "vllm")
+WITHOUT_MOMENT = ("dispatched", "disk", "killed", "open files", "shared memory", "vllm")
 
 
 def _moment_sentences(moment: str, own: Frame | None, has_frames: bool, case: str) -> list[str]:

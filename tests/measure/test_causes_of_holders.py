@@ -53,6 +53,72 @@ PROGRAMS = {
         "`trials`",
         "own.step()",
     ),
+    "slices of an evaluation's outputs": Program(
+        "first = []\n"
+        "with torch.no_grad():\n"
+        "    for i in range(12):\n"
+        "        first.append(net(torch.randn(400 + 32 * i, 64))[:8])\n",
+        "[:8]",
+        "[:8].clone()",
+        COLLECTED,
+        "`first`",
+        "first.append(",
+    ),
+    "gradients of inputs": Program(
+        "batches = [torch.randn(512, 64, requires_grad=True) for _ in range(10)]\n"
+        "for x in batches:\n"
+        "    step(x)\n"
+        "    'let go'\n",
+        "'let go'",
+        "x.grad = None",
+        GROWTH,
+        "`batches[…].grad`",
+        "backward()",
+    ),
+    "a queue that is filled faster than it is emptied": Program(
+        "images = collections.deque()\n"
+        "for i in range(24):\n"
+        "    images.append(step(torch.randn(512, 64)).detach())\n"
+        "    if i % 4 == 3:\n"
+        "        images.popleft()\n",
+        ".detach())",
+        ".mean().item())",
+        GROWTH,
+        "`images`",
+        "out = net(x)",
+    ),
+    "what each object of a list has computed once": Program(
+        "class Graph:\n"
+        "    def __init__(self):\n"
+        "        self.x = torch.randn(8, 64)\n"
+        "    @functools.cached_property\n"
+        "    def features(self):\n"
+        "        return net(self.x.repeat(64, 1)).detach()\n"
+        "graphs = [Graph() for _ in range(12)]\n"
+        "for graph in graphs:\n"
+        "    step(graph.features)\n",
+        "functools.cached_property",
+        "property",
+        GROWTH,
+        "`graphs[…].features`",
+        "return net(",
+    ),
+    "a critic's graph that goes back through the generator": Program(
+        "critic = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))\n"
+        "own = torch.optim.SGD(critic.parameters(), 0.1)\n"
+        "for _ in range(4):\n"
+        "    fake = net(torch.randn(2048, 64))\n"
+        "    loss = critic(fake).square().mean()\n"
+        "    loss.backward(retain_graph=True)\n"
+        "    own.step()\n"
+        "    (critic(fake) - 1).square().mean().backward()\n"
+        "    opt.step()\n",
+        "critic(fake).square().mean()\n    loss.backward(retain_graph=True)",
+        "critic(fake.detach()).square().mean()\n    loss.backward()",
+        "Forwards stay in memory after their own backward",
+        "held by the graph of loss",
+        "loss = critic(fake)",
+    ),
     "a hook that stores in an evaluation": Program(
         "def keep(module, inputs, output):\n"
         "    module.seen = [*getattr(module, 'seen', []), output]\n"
@@ -252,7 +318,7 @@ PROGRAMS = {
         "del own, sgd; gc.collect()",
         "Reference cycles keep tensors",
         "no name any more",
-        "nn.Linear(256, 256)",
+        "mean().backward()",
     ),
     "what each module of a list keeps": Program(
         "def keep(module, inputs, output):\n"

@@ -440,6 +440,21 @@ ray.exceptions.OutOfMemoryError: Task was killed due to the node running low on 
     ),
     (
         "killed",
+        "The computer's memory was full, not the card's: a compiler was ended",
+        "free -h",
+        "c++: fatal error: Killed signal terminated program cc1plus|ninja: build stopped.",
+    ),
+    (
+        "open files",
+        "This is not memory: the process has too many open files",
+        "ulimit -n",
+        """
+RuntimeError: received 0 items of ancdata
+OSError: [Errno 24] Too many open files: '/dev/shm/torch_3012'
+""",
+    ),
+    (
+        "killed",
         "The computer's memory was full, not the card's, most likely: ",
         'dmesg -T | grep -i "killed process"',
         """
@@ -527,12 +542,31 @@ CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
     ),
     (
         "vllm",
-        "This is vLLM's plan, not a request",
+        "This is the plan of vLLM or SGLang, not a request",
         "nvidia-smi",
         """
+RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.
 ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.
 16.00 GiB KV cache is needed, which is larger than the available memory (9.37 GiB).
 """,
+    ),
+    (
+        "vllm",
+        "vLLM's cache has taken the share of the card that gpu_memory_utilization gives",
+        "nvidia-smi",
+        "CUDA out of memory occurred when warming up sampler with 1024 dummy requests.",
+    ),
+    (
+        "library",
+        "This is the shared memory of one multiprocessor on the chip, not the card's",
+        "nvidia-smi",
+        "triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072",
+    ),
+    (
+        "other library",
+        "llama.cpp (or ollama) asked the card for 16.00 GiB",
+        "nvidia-smi",
+        "alloc_buffer: allocating 16384.00 MiB on device 0: cudaMalloc failed: out of memory",
     ),
     (
         "vllm",
@@ -557,6 +591,7 @@ Some parameters are on the meta device because they were offloaded to the cpu.
         "This error is not PyTorch's",
         "nvidia-smi",
         """
+RESOURCE_EXHAUSTED: Attempting to reserve 16.00G at the bottom of memory. That was not possible.
 XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 17179869184 bytes.
 (0) Resource exhausted: Out of memory while trying to allocate 17179869184 bytes.
 Allocator (GPU_0_bfc) ran out of memory trying to allocate 16.00GiB (rounded)
@@ -569,7 +604,6 @@ BFCArena::AllocateRawInternal(size_t, bool) Failed to allocate memory for reques
         "No out-of-memory error was found in this text. Give the line that contains the words",
         "",
         """
-triton.runtime.errors.OutOfResources: out of resource: shared memory, Required: 131072
 IndexError: list index out of range
 Epoch 3: loss 2.31, 12.5 GiB of memory used, 2 workers killed
 grpc: RESOURCE_EXHAUSTED: received a message larger than max (5 vs. 4)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import types
 import weakref
@@ -50,6 +51,10 @@ WAYS = {
     "kept = [torch.zeros(9), torch.ones(9)]": "kept[…]",
     "kept = {'best': (torch.zeros(9),), 4: 1}": "kept['best'][…]",
     "kept = {'step_3': torch.zeros(9)}": "kept[…]",
+    "kept = {torch.zeros(9): 'a key'}": "kept[…]",
+    "import weakref\nclass Run: pass\nrun = Run()\nweakref.finalize(run, print, torch.zeros(9))": (
+        "weakref.finalize['_registry'][…].args[…]"
+    ),
     "class Run:\n    best = torch.zeros(9)": "Run.best",
     "class Run:\n    __slots__ = ['best']\nrun = Run()\nrun.best = torch.zeros(9)": "run.best",
     "net = nn.Linear(9, 9)": "net.weight",
@@ -261,6 +266,14 @@ def test_a_run_has_the_same_bytes_with_walks(program, monkeypatch):
     tracker = program.__wrapped__()
     assert tracker._meter.walks.count >= 1
     assert tracker.timeline.totals == without
+
+
+def test_a_machine_that_runs_something_else_takes_no_walk_away(monkeypatch):
+    monkeypatch.setattr(Meter, "seconds_for_walks", 999)
+    monkeypatch.setattr("time.perf_counter", itertools.count(0, 1000).__next__)
+    with MemoryTracker(live=False) as tracker:
+        tracker._meter.walks.walk(None)
+        assert tracker._meter.walks.has_time()
 
 
 def test_a_tracker_does_not_count_what_the_walk_asks_for():

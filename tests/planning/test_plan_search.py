@@ -17,7 +17,7 @@ from gradmem_lib import MemorySnapshot, Recipe, plan
 from gradmem_lib.course import models
 from gradmem_lib.names import CATEGORIES, PHASES, SELECTIVE
 from gradmem_lib.planning.bounds import bound_by_known, bound_by_sizes
-from gradmem_lib.planning.cards import Card
+from gradmem_lib.planning.cards import Card, find_card
 from gradmem_lib.planning.held import (
     resident_bytes,
     saved_by_forward_per_token,
@@ -238,6 +238,14 @@ def test_the_lightest_is_the_lightest_of_all(searching):
         assert [sum(search.residents(recipe).values()) for recipe in found] == [
             min(bytes_of[k]) for k in kinds
         ]
+
+
+@pytest.mark.parametrize(
+    ("card", "precisions"), [("T4", ["autocast-fp16", "bf16"]), ("L4", ["bf16"])]
+)
+def test_a_base_in_4_bits_gets_float16_where_bf16_is_slow(searching, card, precisions):
+    families = searching(card=find_card(card)).families("qlora")
+    assert [family.precision for family in families] == precisions
 
 
 def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(searching):

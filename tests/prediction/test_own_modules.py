@@ -474,6 +474,10 @@ class NormalizedWeights(nn.Module):
         return self.layers(x).square().mean()
 
 
+def normed_layers() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16)) for _ in range(4)))
+
+
 def half_frozen_with_gradients() -> nn.Module:
     """Gradients that frozen weights hold stay."""
     model = nn.Sequential(nn.Linear(8, 24), nn.Linear(24, 8))
@@ -496,6 +500,9 @@ PROGRAMS |= {
     "a flag in the batch": Program(Flagged, PAIR | {"target": SQUARE[:, :1], "double": True}),
     "inputs with a gradient": Program(Flagged, PAIR | {"x": SQUARE.clone().requires_grad_()}),
     "a shape on meta": Program(MakesOnMeta),
+    "running statistics in checkpoints": Program(
+        normed_layers, torch.rand(4, 16), AS_IT_IS | {"checkpointing": 2}, mean_square
+    ),
     "micro-batches that differ": Program(Counts, torch.randn(35, 8), PIECES),
     "frozen weights' gradients": Program(half_frozen_with_gradients, fields={}, loss=mean_square),
     "the same, with adapters": Program(

@@ -160,6 +160,41 @@ def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
         checkpoint_layers(model, 1)
 
 
+class OwnGradient(nn.Module):
+    """Moves against the gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        energy = self.linear(x).tanh().square().sum()
+        return x - torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+class TwoStreams(OwnGradient):
+    def forward(self, streams):
+        x, y = streams
+        return self.linear(x).tanh() + y, self.linear(y).tanh()
+
+
+@pytest.mark.parametrize("kind", [OwnGradient, TwoStreams])
+def test_layers_that_ask_for_gradients_and_such_that_hand_on_tuples_are_measured(kind):
+    layers = nn.ModuleList(kind() for _ in range(3))
+    grads = []
+    for _ in range(2):
+        x = torch.ones(2, 4, requires_grad=True)
+        hidden = x if kind is OwnGradient else (x, 2 * x)
+        for layer in layers:
+            hidden = layer(hidden)
+        layers.zero_grad()
+        (hidden if kind is OwnGradient else hidden[0]).sum().backward()
+        grads.append([parameter.grad.tolist() for parameter in layers.parameters()])
+        if len(grads) == 1:
+            checkpoint_layers(layers, "best")
+    assert grads[0] == grads[1]
+
+
 def test_compiled_models_are_right_and_compiled_layers_refused():
     model, ids = made(num_hidden_layers=3), torch.randint(0, 500, (2, 8))
 
@@ -185,6 +220,8 @@ def test_compiled_models_are_right_and_compiled_layers_refused():
     with pytest.raises(RuntimeError, match="compiled"):
         checkpoint_layers(model, 1)
     torch.compiler.reset()
+    with pytest.raises(RuntimeError, match="compiled"):
+        checkpoint_layers(nn.ModuleList([torch.jit.script(nn.Linear(2, 2))]), 1)
 
 
 @pytest.mark.parametrize("before", [True, False])

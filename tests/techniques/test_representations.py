@@ -82,6 +82,18 @@ def test_the_gradient_is_the_full_batchs(loss, size):
     assert found.loss == pytest.approx(mean, rel=LIMIT)
 
 
+def test_embeddings_may_be_complex():
+    weight = torch.randn(5, 4, dtype=torch.complex128, requires_grad=True)
+    rows = torch.randn(7, 5, dtype=torch.complex128)
+
+    def loss_of(embedded):
+        return (embedded @ embedded.conj().T).abs().mean()
+
+    (expected,) = torch.autograd.grad(loss_of(rows @ weight), weight)
+    accumulate_through_embeddings(list(split(rows, 3)), lambda micro: micro @ weight, loss_of)
+    torch.testing.assert_close(weight.grad, expected)
+
+
 def test_the_activations_are_those_of_one_micro_batch():
     model, batch = encoder(hidden=256), pairs(16)
     loss_of, most = in_batch_negatives(model), []

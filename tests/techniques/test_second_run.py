@@ -4,6 +4,7 @@ writes beside its inputs.
 
 import random
 import warnings
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -80,11 +81,48 @@ class Graph(Layer):
         return torch.fft.ifft(torch.fft.fft(of_neighbours) ** 2).real.tanh()
 
 
+@dataclass
+class Counted:
+    calls: int = 0
+
+
+class Notes(Layer):
+    """Writes what no later forward reads: into a list, a dict, an object, a tensor that is no
+    buffer, a frozen weight; and a second layer that follows the first, as MoCo's does.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.means, self.seen, self.counted = [], {"rows": 0}, Counted()
+        self.usage, self.mean = torch.zeros(8), torch.zeros(8)
+        self.following = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.means.append(y.detach().mean().item())
+        self.seen["rows"] += len(x)
+        self.counted.calls += 1
+        self.usage += (y > 0).sum(0)
+        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        with torch.no_grad():
+            for slow, fast in zip(
+                self.following.parameters(), self.linear.parameters(), strict=True
+            ):
+                slow.mul_(0.9).add_(fast, alpha=0.1)
+        return y.tanh()
+
+    def noted(self):
+        slow = [weight.tolist() for weight in self.following.parameters()]
+        numbers = self.usage.tolist(), self.mean.tolist(), self.seen["rows"], self.counted.calls
+        return [*slow, [*self.means], *numbers]
+
+
 WAYS = {
     "one by one": lambda net: checkpoint_layers(net, 1),
     "in segments": lambda net: checkpoint_layers(net, [2, 3], keep_last=False),
     "segments of segments": lambda net: checkpoint_layers(net, [[2, 1], 2]),
     "best": lambda net: checkpoint_layers(net, "best", keep_last=False),
+    "but for products": lambda net: checkpoint_parts(net, "elementwise"),
     "a part": lambda net: checkpoint_parts(nn.ModuleList(map(nn.Sequential, net)), type(net[0])),
 }
 
@@ -117,20 +155,79 @@ def trained(kind, way=None):
     for x in torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(1)).double():
         net.zero_grad()
         net(x).square().mean().backward()
-        numbers = [*(p.grad for p in net.parameters()), *net.buffers()]
-        after.append([*(number.tolist() for number in numbers), *random_states(net)])
+        numbers = [*(p.grad for p in trained_weights(net)), *net.buffers()]
+        noted = [layer.noted() for layer in net if isinstance(layer, Notes)]
+        after.append([*(number.tolist() for number in numbers), *random_states(net), *noted])
         with torch.no_grad():
-            for parameter in net.parameters():
+            for parameter in trained_weights(net):
                 parameter -= 0.05 * parameter.grad
     return after
 
 
+def trained_weights(net):
+    return [parameter for parameter in net.parameters() if parameter.requires_grad]
+
+
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", [Draws, Keeps, Graph])
+@pytest.mark.parametrize("kind", [Draws, Keeps, Graph, Notes])
 def test_a_step_with_checkpoints_is_the_step_without(kind, way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert trained(kind, way) == trained(kind)
+
+
+@dataclass
+class State:
+    x: torch.Tensor
+
+
+class ChangesWhatItIsGiven(Layer):
+    """Writes its output into the dict and the object that it is given, and a norm into a list."""
+
+    def forward(self, state, norms):
+        state["object"].x = self.linear(state["object"].x * state["scale"]).tanh()
+        state["scale"] = state["scale"] * 1.1
+        norms.append(state["object"].x.norm())
+        return state
+
+
+@pytest.mark.parametrize("every", [1, [2, 3], [[2, 1], 2], "best"], ids=str)
+def test_a_second_run_is_given_what_the_first_was(every):
+    found = []
+    for checkpointed in (False, True):
+        layers = nn.ModuleList(chain(ChangesWhatItIsGiven))
+        if checkpointed:
+            checkpoint_layers(layers, every)
+        state, norms = {"object": State(torch.ones(6, 8).double()), "scale": 1.0}, []
+        for layer in layers:
+            state = layer(state, norms)
+        (state["object"].x.sum() + sum(norms)).backward()
+        grads = [parameter.grad.tolist() for parameter in layers.parameters()]
+        found.append([*grads, [norm.item() for norm in norms], state["scale"]])
+    assert found[0] == found[1]
+
+
+class AddsTo(Layer):
+    """As a router that counts the tokens of its experts for all layers."""
+
+    def forward(self, x, load, within=True):
+        y = self.linear(x)
+        if within:
+            load += y.detach().sum(0)
+        return (y + load).tanh()
+
+
+@pytest.mark.parametrize("within", [True, False])
+@pytest.mark.parametrize("every", [1, [2, 3], "best"], ids=str)
+def test_an_argument_that_is_changed_in_place_is_refused(every, within):
+    layers, load = nn.ModuleList(chain(AddsTo)), torch.zeros(8).double()
+    checkpoint_layers(layers, every, keep_last=False)
+    with pytest.raises(RuntimeError, match="in place"):
+        x = torch.ones(6, 8).double()
+        for layer in layers:
+            x = layer(x, load, within)
+        load += 1
+        x.sum().backward()
 
 
 class OfTheFile(Layer):
@@ -163,6 +260,27 @@ class Mask(Layer):
 def test_a_second_run_with_other_numbers_is_refused(kind, way):
     with pytest.raises(RuntimeError, match="the second run of a checkpointed layer has computed"):
         trained(kind, WAYS[way])
+
+
+class InPlace(Layer):
+    def forward(self, x):
+        y = self.linear(x).exp()
+        twice = y * 2
+        return (twice + y.add_(1)).tanh()
+
+
+class Fills(Layer):
+    def forward(self, x):
+        return F.rrelu(self.linear(x), training=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [(InPlace, "^make a new tensor.*in place"), (Fills, "fills what it has saved.*RReLU")],
+)
+def test_what_is_written_after_it_was_saved_is_refused_as_such(kind, says):
+    with pytest.raises(RuntimeError, match=says):
+        trained(kind, WAYS["one by one"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -136,6 +136,24 @@ def test_in_eval_and_without_gradients_nothing_is_cut():
     assert sizes[-4:] == [TOKENS // 4] * 4
 
 
+class Counting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.calls, self.tokens = nn.Linear(4, 4), torch.zeros(()), []
+
+    def forward(self, x):
+        self.calls += 1
+        self.tokens.append(x.shape[-2])
+        return self.linear(x)
+
+
+def test_neither_the_check_nor_the_second_run_is_counted():
+    module = Counting()
+    with tiled(module, 3):
+        module(torch.randn(2, 9, 4)).sum().backward()
+    assert module.calls == 3 and module.tokens == [3, 3, 3]
+
+
 @pytest.mark.parametrize("tiles", [0, 2.0])
 def test_a_number_of_tiles_is_whole(tiles):
     with pytest.raises(ValueError, match="whole number of slices"):

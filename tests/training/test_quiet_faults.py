@@ -163,6 +163,33 @@ def test_a_segment_whose_layers_are_not_called_in_a_row_is_refused(between, says
         model(torch.randn(2, 4)).backward()
 
 
+class UsesOutputs(Layers):
+    """Ends before the last layer, adds up the outputs, or joins an early one to the last."""
+
+    def forward(self, x):
+        outputs = []
+        for layer in self.layers:
+            x = layer(x)
+            outputs.append(x)
+        return {"ends": outputs[1], "sums": sum(outputs), "joins": x + outputs[1]}[self.between]
+
+
+@pytest.mark.parametrize("use", ["ends", "sums", "joins"])
+def test_an_output_inside_a_segment_has_no_other_use(use):
+    model, x = UsesOutputs(use), torch.randn(2, 4)
+    expected = torch.autograd.grad(model(x).sum(), model.layers[0].weight)[0]
+    for every in (1, [2, 4]):
+        with checkpoint_layers(model.layers, every):
+            if use == "sums" and every != 1:
+                with pytest.raises(RuntimeError, match=r"^end a segment at layer.*elsewhere"):
+                    model(x).sum().backward()
+                continue
+            (found,) = torch.autograd.grad(model(x).sum(), model.layers[0].weight)
+            assert torch.equal(found, expected)
+    with checkpoint_layers(model.layers, 3), pytest.raises(RuntimeError, match="elsewhere"):
+        model(x).sum().backward()
+
+
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()

@@ -120,6 +120,68 @@ def test_marks_come_before_the_parts_of_a_step_and_stop_where_it_is_told():
     assert said == [*piece, "step"]
 
 
+def test_clipping_takes_all_gradients_of_the_step_and_no_older_ones():
+    """Those of weights that the optimizer does not have, of one that only the loss has, and the
+    rows of a sparse gradient.
+    """
+    batches = [(torch.randint(0, 9, (6, 3)), torch.randn(6)) for _ in range(3)]
+    weights = []
+    for plain in (True, False):
+        torch.manual_seed(0)
+        table, head = nn.Embedding(9, 4, sparse=True), nn.Linear(12, 1)
+        model, scale = nn.Sequential(table, nn.Flatten(), head), nn.Parameter(torch.tensor(3.0))
+        everything = [*model.parameters(), scale]
+        optimizer = torch.optim.SGD([table.weight, scale], 0.5)
+
+        def loss(model, batch, scale=scale):
+            return (model(batch[0])[:, 0] * scale - batch[1]).square().mean()
+
+        for batch in batches:
+            if not plain:
+                recipe = Recipe(precision=None, accumulation=2)
+                step(model, optimizer, batch, recipe, loss=loss, max_grad_norm=0.1)
+                continue
+            loss(model, batch).backward()
+            grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in everything]
+            norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+            for parameter in everything:
+                parameter.grad *= 0.1 / norm
+            optimizer.step()
+            for parameter in everything:
+                parameter.grad = None
+        weights.append(torch.cat([parameter.detach().flatten() for parameter in everything]))
+    torch.testing.assert_close(*weights)
+
+
+def of_another_model(model):
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheduler", "says"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), None, "'closure'"),
+        (
+            lambda model: torch.optim.SGD(model.parameters(), 0.1),
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "'metrics'",
+        ),
+        (of_another_model, None, "make the optimizer of model.parameters"),
+    ],
+)
+def test_what_step_cannot_step_is_said_before_it_changes_anything(make, scheduler, says):
+    model = nn.Linear(2, 1)
+    optimizer, before = make(model), model.weight.detach().clone()
+    schedule = scheduler and scheduler(optimizer)
+    with pytest.raises(ValueError, match=says):
+        step(model, optimizer, torch.ones(4, 2), Recipe(), loss=mean, scheduler=schedule)
+    assert torch.equal(model.weight, before)
+
+
+def mean(model, x):
+    return model(x).mean()
+
+
 class Difference(nn.Module):
     def __init__(self):
         super().__init__()

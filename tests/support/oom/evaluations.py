@@ -40,7 +40,7 @@ def evaluated(collect):
     return tracker
 
 
-@has(COLLECTED, EVALUATION)
+@has(COLLECTED)
 def logits_in_a_list(remedied=False):
     return evaluated(lambda out: out.logits.argmax(-1).tolist() if remedied else out.logits)
 
@@ -56,7 +56,7 @@ def logits_in_one_tensor(remedied=False):
     return tracker
 
 
-@has(COLLECTED, EVALUATION)
+@has(COLLECTED)
 def second_list_of_outputs(remedied=False):
     """A test after a validation, whose outputs are gone by then."""
     net, data = Net(), torch.randn(512, 64)

@@ -13,7 +13,6 @@ import torch
 import torch.nn.functional as F
 from support.oom import (
     ADDED_UP,
-    EXPANDED,
     FOR_NOBODY,
     IDLE,
     LEFT,
@@ -165,9 +164,9 @@ def losses_added_up_before_a_large_step(remedied=False):
     return trained(net, optimizer, step, steps=2)
 
 
-@has(EXPANDED)
+@has()
 def recurrent_cell():
-    """Backward through time: each call continues the one before."""
+    """Backward through time: each call continues the one before, the first one zeros."""
     cell, x = nn.GRUCell(64, 64), torch.randn(256, 64)
 
     def loss(i):
@@ -462,3 +461,27 @@ def outputs_of_the_step_before(remedied=False):
             if remedied:
                 del out
     return tracker
+
+
+@has()
+def targets_that_each_step_reads():
+    """The features of a picture, which all steps compare with those of another one."""
+    body, wanted = Net().body, torch.randn(512, 64)
+    picture = wanted.clone().requires_grad_()
+    optimizer, targets = torch.optim.SGD([picture], lr=0.1), []
+
+    def features(x):
+        for layer in body:
+            x = layer(x)
+            yield x
+
+    def step(i):
+        if i == 0:
+            targets.extend(features(wanted))
+        pairs = zip(features(picture), targets, strict=True)
+        loss = sum(F.mse_loss(*pair) for pair in pairs)
+        optimizer.zero_grad()
+        loss.backward(retain_graph=True)
+        optimizer.step()
+
+    return trained(body, optimizer, step, steps=6)

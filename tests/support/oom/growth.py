@@ -11,9 +11,9 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 from support.oom import (
+    DATA,
     EVALUATION,
     EXCEPTION,
-    EXPANDED,
     FIRST_STEP,
     FULL,
     GROWS,
@@ -112,7 +112,7 @@ def snapshots_that_are_replaced():
     return outputs_kept(deque(maxlen=3), lambda i: i > 3 and i % 3 == 0)
 
 
-@has(EXPANDED)
+@has(DATA)
 def buffer_made_late():
     made = []
 
@@ -175,7 +175,7 @@ def models_of_earlier_rounds_without_a_tracked_one(remedied=False):
     return heads_of_rounds(False, remedied)
 
 
-@has(GROWS)
+@has(GROWS, says="weights that are needed again on the host")
 def weights_of_each_epoch(remedied=False):
     kept = []
 

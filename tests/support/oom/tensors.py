@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from support.oom import (
     DATA,
     DOUBLE,
-    EVALUATION,
     EXPANDED,
     LOGITS,
     ONE_LINE,
@@ -47,7 +46,7 @@ def data_set_on_the_device(remedied=False):
     return trains(net, loss, adamw, steps=4)
 
 
-@has(EXPANDED)
+@has(DATA)
 def data_set_beside_an_evaluation(remedied=False):
     """All rows are on the device during the steps; an evaluation without them comes first."""
     net = Net()
@@ -165,7 +164,7 @@ class Neighbours(nn.Module):
         return self.layer(pairs).relu().mean()
 
 
-@has(ONE_STEP, LOGITS)
+@has(ONE_STEP, LOGITS, line="self.layer(pairs)")
 def more_neighbours_in_one_step():
     """As many points in each step, and in one of them they are nearer to each other."""
     net, sizes = Neighbours(), (4, 4, 4, 4, 1, 4)
@@ -353,7 +352,7 @@ def messages_of_edges(remedied=False):
     return trains(net, lambda i: net(x).square().mean(), steps=2)
 
 
-@has(EXPANDED, EVALUATION, says="device='cpu'")
+@has(EXPANDED, says="device='cpu'")
 def volume_of_windows(remedied=False):
     """The scores of a whole volume, summed up window by window. ``remedied``: not on the card."""
     net = nn.Conv3d(1, 8, 3, padding=1)
@@ -415,6 +414,14 @@ def trained_llama(model):
 def stored_scores(remedied=False):
     model = llama(vocab=128)
     model.set_attn_implementation("sdpa" if remedied else "eager")
+    return trained_llama(model)
+
+
+@has(SCORES, says="output_attentions=False")
+def scores_that_are_returned(remedied=False):
+    model = llama(vocab=128)
+    model.set_attn_implementation("sdpa" if remedied else "eager")
+    model.config.output_attentions = not remedied
     return trained_llama(model)
 
 

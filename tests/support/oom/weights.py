@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from support.oom import (
     COPIED,
+    DOUBLE,
     FIRST_STEP,
     FOR_NOBODY,
     GRADIENTS,
@@ -263,7 +264,7 @@ def momentum_sgd():
     return trained(net, optimizer, step, steps=2)
 
 
-@has(WIDE)
+@has(DOUBLE, says="model.float()")
 def double_weights(remedied=False):
     net = Net(4096) if remedied else Net(4096).double()
     x = torch.randn(8, 64, dtype=net.body[0].weight.dtype)
@@ -294,20 +295,20 @@ def frozen_bf16():
 
 
 @has(GRADIENTS, line="copies.append(", says="running sum")
-def gradients_of_micro_batches(remedied=False):
-    """The noise of the gradient, from a copy for each micro-batch. ``remedied``: a running sum."""
-    net, x = Net(512), torch.randn(16, 64)
+def gradients_of_samples(remedied=False):
+    """The noise of the gradient, from a row for each sample. ``remedied``: a running sum."""
+    net, x = Net(512), torch.randn(1, 64)
     optimizer = sgd(net)
 
     def step(i):
         copies, squares = [], 0.0
-        for _ in range(6):
+        for _ in range(64):
             net(x).square().mean().backward()
             gradients = [parameter.grad for parameter in net.parameters()]
             if remedied:
                 squares += sum(gradient.norm().item() ** 2 for gradient in gradients)
             else:
-                copies.append([gradient.clone() for gradient in gradients])
+                copies.append(torch.cat([gradient.flatten() for gradient in gradients]))
         optimizer.step()
         optimizer.zero_grad()
 
