@@ -140,6 +140,3 @@ SIZES = {
         "decoder_start_token_id",
     ),
 }
-# Fields whose presence makes a cache of keys and values smaller than layers x tokens x heads.
-SMALLER_CACHE = ("kv_lora_rank", "num_kv_shared_layers", "multi_query", "is_encoder_decoder")
-LAYER_KINDS = ("layer_types", "layers_block_type")

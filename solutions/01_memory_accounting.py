@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *59 minutes: sections 1 to 7, with exercises 1.1 and 1.2. 80 more are optional. You need: lesson 00, and a PyTorch
+# *59 minutes: sections 1 to 7, with exercises 1.1 and 1.2. 83 more are optional. You need: lesson 00, and a PyTorch
 # training loop that you could write yourself.*
 #
 # <!-- picture: first run -->
@@ -586,6 +586,41 @@ def train(model, optimizer, batches):
 train = check("1.6", train)
 
 # %% [markdown]
+# ## Optional: a puzzle of lines
+#
+# A puzzle has two targets: bytes, and a price in time. The price is counted, so it is the same on every machine. When both are
+# met, the check passes. It also says what the best known choice takes.
+#
+# ### Exercise 1.10 · lines in an order that fits
+#
+# ●●○ · 6 minutes · optional · trains: saying when each kind of bytes is there
+#
+# A small Llama makes its **first** update, on 8 rows, and it evaluates 24 rows without a graph. Write the lines in an order
+# with a peak of at most **2.4 MB** and at most **6 passes**. This order has neither too many passes nor few enough bytes:
+#
+# `"forward 8, backward, step, zero_grad, evaluate 24"`
+#
+# Each `forward`, `backward` and `evaluate` is a pass through the model, and its number says for how many rows. Rows may be
+# cut: `forward 4, backward, forward 4, backward` is the same update. So may be the evaluation, which can stand anywhere.
+#
+# <details><summary>Hint 1: the evaluation</summary>
+#
+# It needs the weights and its own logits. What else is alive before the first backward, and what after the first step?
+#
+# <details><summary>Hint 2: two forwards</summary>
+#
+# The second one runs beside the gradients of the first. So should both have as many rows?
+#
+# </details></details>
+
+# %%
+from gradmem_lib.course import LINES
+
+lines = "evaluate 24, forward 5, backward, forward 3, backward, step, zero_grad"  # SOLUTION
+check("1.10", lines)
+LINES.show(lines)
+
+# %% [markdown]
 # ## Optional: a tracker in thirty lines
 #
 # How does `MemoryTracker` know these bytes? Build one that counts. It needs three things: a running sum of the bytes that
@@ -883,35 +918,6 @@ def eager_surplus(batch, seq_len, heads):
 
 
 eager_surplus = check("1.3", eager_surplus)
-
-# %% [markdown]
-# ### Exercise 1.4 · the logits spike
-#
-# ●●○ · 5 minutes · optional · trains: seeing the loss as the largest layer of a small model
-#
-# Write `logits_spike(batch, seq_len, vocab)`: the bytes of the three tensors of section 3.
-#
-# <details><summary>Hint 1: the shape</summary>
-#
-# One number for each sequence, position and word. Transformers shifts the *labels* by one, and the logits keep their
-# length.
-#
-# <details><summary>Hint 2: the dtype</summary>
-#
-# float32, all three.
-#
-# </details></details>
-
-
-# %%
-def logits_spike(batch, seq_len, vocab):
-    ### BEGIN SOLUTION
-    float32 = 4
-    return 3 * float32 * batch * seq_len * vocab
-    ### END SOLUTION
-
-
-logits_spike = check("1.4", logits_spike)
 
 # %% [markdown]
 # ### Exercise 1.5 · bytes per parameter

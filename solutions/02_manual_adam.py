@@ -590,32 +590,37 @@ yours = on_top(ByHand, rule=frugal_adamw, **by_hand)
 print(f"your step needs {yours / max(sizes):.1f} × the largest parameter")
 
 # %% [markdown]
-# ## Optional: more practice
+# ## Optional: a puzzle of groups
 #
-# ### Exercise 2.5 · the gaps between bf16 numbers
+# An optimizer may have several groups of parameters, and steps one group after the other. With `foreach` it copies only
+# the group that it steps, and it launches its kernels once a group. So there is something between a plain loop, with few
+# temporaries and many launches, and one group with all.
 #
-# ●●○ · 5 minutes · optional · trains: reading a float format: which additions change nothing
+# A puzzle has two targets: bytes, and a price in time. The price is counted, so it is the same on every machine. When both
+# are met, the check passes. It also says what the best known choice takes.
 #
-# Write `half_gap(x)` for a bf16 number x > 0, given as a float of Python: half the distance from x to the next larger bf16
-# number. Anything smaller than this, added to x, changes nothing.
+# ### Exercise 2.7 · nine tensors in groups
 #
-# <details><summary>Hint 1: at 1</summary>
+# ●●○ · 5 minutes · optional · trains: a step's temporaries against its launches
 #
-# From 1 to 2 there are 128 numbers, so the gap is 1/128. Half of it is 1/256, which is 2⁻⁸.
+# Nine parameters have 44, 42, 37, 29, 23, 21, 17, 14 and 9 KiB, in float32. Put them into groups: a list of lists of these
+# numbers, such as `[[44, 9], [42], ...]`. AdamW's `foreach` step may peak at **1 MiB**, and take **4 groups**. Three are
+# possible.
 #
-# <details><summary>Hint 2: elsewhere</summary>
+# <details><summary>Hint 1: what is left for the copy</summary>
 #
-# The gap is the same from one power of two to the next. `math.floor(math.log2(x))` is the exponent of the power of two
-# at or below x.
+# The nine are 236 KiB. Weights, gradients and both moments are four times as much, and step counters take a few bytes.
+#
+# <details><summary>Hint 2: three groups</summary>
+#
+# Largest first, each into the first group with room for it, gives four groups. For three, each group must be nearly
+# full: which two tensors are 79 KiB together?
 #
 # </details></details>
 
 # %%
-from math import floor, log2
+from gradmem_lib.course import PACKING
 
-
-def half_gap(x):
-    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
-
-
-half_gap = check("2.5", half_gap)
+groups = [[44, 21, 14], [42, 37], [29, 23, 17, 9]]  # SOLUTION
+check("2.7", groups)
+PACKING.show(groups)

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes: sections 1 to 9, with exercises 3.2 to 3.4. 86 more are optional. You need: lesson 01, and the training
+# *60 minutes: sections 1 to 9, with exercises 3.2 to 3.4. 96 more are optional. You need: lesson 01, and the training
 # loop of lesson 00.*
 #
 # <!-- picture: first run -->
@@ -367,10 +367,10 @@ claims.show("C30")
 # Trainer(model, args, train_dataset=four_examples).train()
 # ```
 #
-# It returns how many times larger the logged loss and gradient's norm are in 4 steps.
+# It returns the logged loss and gradient's norm of 4 steps, divided by those of one batch.
 
 # %%
-question = "A BERT classifier in 4 accumulation steps: gradient how many times too large?"
+question = "A BERT classifier: the gradient of 4 steps / that of one batch?"
 guess_e = predict_first("3.e", question, unit="times")
 
 # %%
@@ -491,6 +491,38 @@ guess_f.reveal(measured=error)
 # %%
 loop = "accumulate_gradients(mine, lambda micro: next_token_loss(ddp, micro), model=ddp)"
 print("accumulate_gradients: error below 1e-12:", error_of(loop) < 1e-12)
+
+# %% [markdown]
+# ## Optional: a puzzle of padding
+#
+# A micro-batch is as long as its longest row: the others are padded, and padding takes bytes like tokens. A puzzle has two
+# targets: bytes, and a price in time. The price is counted, so it is the same on every machine. When both are met, the
+# check passes. It also says what the best known choice takes.
+#
+# ### Exercise 3.11 · ten rows in few micro-batches
+#
+# ●●○ · 6 minutes · optional · trains: what padding costs, and what runs beside gradients
+#
+# Ten rows have 60, 12, 128, 33, 90, 7, 117, 30, 64 and 16 tokens. Cut them into micro-batches, for one gradient of a
+# small Llama: a list of lists of these numbers, in the order in which they run, such as `[[60, 12], [128], ...]`. Weights,
+# gradients and activations may peak at **5.2 MiB**, in **5 micro-batches**. Four are possible.
+#
+# <details><summary>Hint 1: padding</summary>
+#
+# A micro-batch takes as many bytes as its rows times its longest row. So put rows of similar lengths together.
+#
+# <details><summary>Hint 2: the order</summary>
+#
+# In the first forward no gradient exists yet. Which micro-batch should run there?
+#
+# </details></details>
+
+# %%
+from gradmem_lib.course import CUTTING
+
+cuts = [[117, 90], [128], [33, 30, 16, 12], [64, 60, 7]]  # SOLUTION
+check("3.11", cuts)
+CUTTING.show(cuts)
 
 # %% [markdown]
 # ## Optional: dropout and drop path

@@ -195,7 +195,7 @@ except BudgetExceeded as exceeded:
 # AdamW's states are live, so this is the second step: the first one passed. The two lists of techniques come from
 # `diagnose`, which you can ask about any run. For each technique it takes away all bytes that the technique could ever
 # save. What is left is the peak **at best**. If that is still too much, the technique could not help. ("Factored"
-# states are Adafactor's.)
+# states are Adafactor's sums of rows and columns.)
 #
 # ## 2 · Predict
 #
@@ -474,19 +474,22 @@ show_decisions(run, card="3.5 GiB")
 #
 # Write `next_technique(phase, parts, rows, card)`. `phase` is `"forward"`, `"backward"` or `"optimizer_step"`, `parts`
 # has the bytes at the peak by category, and a micro-batch has `rows` rows. The techniques, cheapest first, are
-# `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that can be enough, at
-# best, or `"none"`. One half of the chart's columns is for forward and backward, the other for the optimizer's step.
-# "At best" takes each marked part away whole. (Real 8-bit states and 4-bit weights leave a part of theirs.) In forward and backward, `"temporaries"` are the logits' gradients. In the optimizer's
-# step they are the optimizer's own. Ask each technique by itself.
+# `"micro-batches"`, `"checkpointing"`, `"8-bit states"`, `"LoRA"` and `"QLoRA"`. Return the first that is enough at
+# best, or `"none"`. Ask each technique by itself. At best it takes its parts away whole:
+#
+# - 8-bit states take the states, LoRA also the gradients, and QLoRA also the weights.
+# - In forward and backward, temporaries are the logits' gradients. Micro-batches of fewer rows take them and the
+#   activations, checkpointing the activations alone.
+# - In `"optimizer_step"`, temporaries are the optimizer's own. They go with the states, and the first two techniques
+#   take nothing.
 #
 # <details><summary>Hint 1: enough</summary>
 #
 # `sum(parts.values())` less what a technique can take away is at most `card`.
 #
-# <details><summary>Hint 2: conditions</summary>
+# <details><summary>Hint 2: in code</summary>
 #
-# Micro-batches need more than one row. They and checkpointing do nothing in `"optimizer_step"`, and there the other three
-# take the temporaries too.
+# A dict of what each technique takes away, in the order above. A single row cannot be cut: then micro-batches take 0.
 #
 # </details></details>
 
@@ -611,71 +614,39 @@ except BudgetExceeded as exceeded:
 # has the same symptom: see exercise 5.7 of lesson 05.)
 
 # %% [markdown]
-# ## Optional: half the rows
+# ## Optional: a puzzle of one card
 #
-# The usual first answer is a smaller batch. Which part of the bytes does that change?
-
-# %% [markdown]
-# ### Exercise 6.2 · half the rows
+# Section 1's run does not fit on its card: SmolLM2-135M in float32 with AdamW, 4 rows of 256 tokens. The card has 4 GiB,
+# and the context leaves 3.5 for tensors. You may change two options, `accumulation` and `checkpointing`, which is
+# `"per-layer"`, or `"first-8"` for the first 8 layers. (`show_decisions` in section 5 says what they can reach.)
 #
-# ●●○ · 4 minutes · optional · trains: telling what a batch is made of from what stays, moment by moment
+# A puzzle has two targets: bytes, and a price in time. The price is counted, so it is the same on every machine. Here it
+# is the calls of SmolLM2's 30 layers in one update. Each micro-batch calls each layer once, and a checkpoint calls its layer
+# once more.
 #
-# `moments` has the highest moment of each phase, `"forward"`, `"backward"` and `"optimizer_step"`, with its bytes by
-# category, for a batch of `rows` rows. Write `with_rows(moments, rows, new)`: the peak to expect with `new` rows.
+# ### Exercise 6.8 · four rows for one card
 #
-# <details><summary>Hint 1: what scales</summary>
+# ●●○ · 5 minutes · optional · trains: finding the smallest change by few predictions
 #
-# In forward and backward, activations, temporaries and `"other"` (token ids) are the batch's. Weights, gradients and states
-# are not.
+# Write a dict of these options, such as `{"accumulation": 2}`. The predicted peak may be **3.5 GiB**, and the update may
+# take **60 calls** of layers. Can you do it in far fewer? And how many predictions do you need?
 #
-# <details><summary>Hint 2: the optimizer's step</summary>
+# <details><summary>Hint 1: what a call buys</summary>
 #
-# It does not know how many rows there were. Its temporaries are its own.
+# Two micro-batches call every layer twice. Checkpoints on the first k layers call only k of them twice.
 #
-# <details><summary>Hint 3: which moment</summary>
+# <details><summary>Hint 2: how many predictions</summary>
 #
-# The highest after scaling, which may be another one than before.
+# The more layers run again, the lower the peak. So ask for 16 layers, then for 8 or 24: each answer halves what is left.
 #
-# </details></details></details>
-
-
-# %%
-def with_rows(moments, rows, new):
-    ### BEGIN SOLUTION
-    peaks = []
-    for phase, parts in moments.items():
-        grows = ("activations", "temporaries", "other")
-        grows = () if phase == "optimizer_step" else grows
-        factor = new / rows
-        peaks.append(sum(n * (factor if name in grows else 1) for name, n in parts.items()))
-    return max(peaks)
-    ### END SOLUTION
-
-
-with_rows = check("6.2", with_rows)
-
-# %% [markdown]
-# The next cells take the moments of section 1's run, and compare your answer with `predict`:
+# </details></details>
 
 # %%
-line, moments = run.timeline, {}
-totals, phases = line.totals, line.phases
-for phase in ("forward", "backward", "optimizer_step"):
-    at = max((n, i) for i, n in enumerate(totals) if phases[i] == phase)[1]
-    moments[phase] = {name: values[at] for name, values in line.by_category.items()}
+from gradmem_lib.course import RENTED
 
-# %%
-for rows in (4, 3, 2, 1):
-    peak = predict(smol.config, batch_size=rows, seq_len=256, target="cuda").peak
-    expected = with_rows(moments, 4, rows)
-    print(f"{rows} × 256: expected {expected / 2**20:,.0f} MiB,", end=" ")
-    print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
-
-# %% [markdown]
-# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need
-# {{100 * with_rows(moments, 4, 2) / run.peak.total:.0f}} % of the bytes, and going from two rows to one saves less: the peak is
-# then where all gradients are there, and no part of it depends on the batch.
-# <!-- holds: peak.by_category["gradients"] >= 4 * shape.parameters and 1e4 * peak.by_category["activations"] < peak.total -->
+way = {"checkpointing": "first-4"}  # SOLUTION
+check("6.8", way)
+RENTED.show(way)
 
 # %% [markdown]
 # ## Optional: rules of thumb

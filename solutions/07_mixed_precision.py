@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 07 · Mixed precision
 #
-# *60 minutes: sections 1 to 8, with exercises 7.1 and 7.3 to 7.5. 17 more are optional. You need: lesson 01, and the
+# *60 minutes: sections 1 to 8, with exercises 7.1 and 7.3 to 7.5. 25 more are optional. You need: lesson 01, and the
 # terms of lessons 02 and 03.*
 #
 # "Train in 16 bits, it takes half the memory." Which half, and what happens to the numbers? In this lesson you lose
@@ -495,6 +495,40 @@ claims.show("C11")
 # - **16 bits alone do not repair the first run.** In bf16 the 13B needs {{chart.bars[2].total / 2**30:.0f}} GiB, and the card
 #   has {{chart.budget / 2**30:.0f}}. Lessons 09 and 10 make it fit.
 #
+# ## Optional: a puzzle of rounding
+#
+# A puzzle has two targets: bytes, and a price in time. The price is counted, so it is the same on every machine. Here it is the
+# calls of SmolLM2's 30 layers: each micro-batch calls each layer once, and a checkpoint calls its layer once more.
+#
+# ### Exercise 7.7 · no update is lost
+#
+# ●●○ · 5 minutes · optional · trains: which repair of bf16 costs no bytes
+#
+# Train every weight of SmolLM2 on 8 rows of 128 tokens, so that **no update is lost**: bf16 weights that are rounded to the
+# nearest are not allowed. Join some of the options below with `|`, and add `{"accumulation": 2}` or `{"checkpointing":
+# "first-8"}` (the first 8 layers) as you like. The predicted peak may be **1.6 GiB**, and the update may take **60 calls** of
+# layers. Fewer are possible.
+#
+# <details><summary>Hint 1: the numbers</summary>
+#
+# Section 5's table has the recipes. Which of them keeps as few bytes as all bf16, and loses nothing on average?
+#
+# <details><summary>Hint 2: the calls</summary>
+#
+# Checkpoints on all layers call each twice. How many layers are enough?
+#
+# </details></details>
+
+# %%
+from gradmem_lib.course import UNROUNDED
+
+bf16, master = {"precision": "bf16"}, {"precision": "float32-master"}
+fused, chance = {"optimizer": "adamw-fused"}, {"optimizer": "adamw-stochastic"}
+way = bf16 | chance | {"checkpointing": "first-19"}  # SOLUTION
+check("7.7", way)
+UNROUNDED.show(way)
+
+# %% [markdown]
 # ## Optional: sums in float32
 #
 # Section 3 added 1.0 a thousand times in bf16, and the sum stopped at 256. A sum of micro-batches' gradients can stop in

@@ -167,8 +167,8 @@ def every_second_product():
 every_second_product = check("8.1", every_second_product)
 
 # %% [markdown]
-# Now measure lesson 04's schedules, single parts of each layer (`checkpoint_parts`) and your policy. Before you run the
-# cell: which of them would you take, if you may repeat a seventh of the work?
+# Now measure lesson 04's schedules, single parts of each layer (`checkpoint_parts`) and your policy. Suppose that you may
+# repeat a seventh of the work. Which of them keeps the fewest bytes then?
 
 # %%
 for name, every in {"every layer": 1, "√n": "sqrt", "best": "best"}.items():

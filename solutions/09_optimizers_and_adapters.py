@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 49 more are optional. You need: lessons 02 and
+# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 45 more are optional. You need: lessons 02 and
 # 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
@@ -261,13 +261,6 @@ for name, matrix in {"gradient": lone.grad, "update": lone.detach()}.items():
 # smaller than those of AdamW's update, so Muon needs a learning rate of its own, or
 # `adjust_lr_fn="match_rms_adamw"`, which makes them as large.
 #
-# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G
-# of {{gradient.shape[0]}} rows and {{gradient.shape[1]:,}} columns. Let the columns of a matrix P be the r directions
-# in which G is largest. Then PᵀG has r rows instead of 576, and Adam's two moments are as small. The step is P times Adam's update. P is renewed every
-# few hundred steps. With r = 64, P and both moments together are
-# {{2 * gradient.numel() / (64 * (576 + 2 * 1536)):.1f}} times smaller than AdamW's moments. What is lost? All that G has in
-# other directions. An optional section measures it.
-#
 # ## 4 · One table
 #
 # Now compare six optimizers: their bytes, and how well SmolLM2 predicts held-out text after the same tokens. No
@@ -431,21 +424,24 @@ chart
 # These adapters are in bf16. PEFT, Hugging Face's library for adapters, keeps them in float32 by default. Then each
 # linear layer also keeps a float32 copy of its input, unless autocast is on.
 #
-# **Does rank 256 learn nothing more?** The factor α / r shrinks as the rank grows, so a large rank adds no more than a
-# small one. **rsLoRA** takes α / √r (`use_rslora=True` in PEFT).
+# **Does rank 256 learn nothing more?** Let the numbers of A and B have one size, whatever the rank. The cell prints how
+# much they add to W, with α = 32. **rsLoRA** takes the factor α / √r (`use_rslora=True` in PEFT).
+
+# %%
+draw, adds = torch.Generator().manual_seed(0), []
+for rank in (16, 256):
+    A, B = (torch.randn(shape, generator=draw) for shape in ((rank, 512), (512, rank)))
+    size = (B @ A).norm() / 1000
+    adds.append((32 / rank * size, 32 / rank**0.5 * size))
+    print("rank {}: α/r adds {:.1f}, α/√r adds {:.1f}".format(rank, *adds[-1]))
+
+# %% [markdown]
+# With α / r, sixteen times the rank adds a quarter, and with α / √r as much.
+# <!-- holds: abs(adds[1][0] / adds[0][0] - 1 / 4) < 0.02 and abs(adds[1][1] / adds[0][1] - 1) < 0.05 -->
 #
 # *Where* adapters are is a choice too: on queries and values alone, activations are
 # {{max(seven(lora_rank=16, lora_targets=("q_proj", "v_proj")).timeline.by_category["activations"]) / 2**30:.2f}} GiB, since
 # fewer layers keep their input.
-#
-# Behind a frozen embedding, the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
-# one. Do checkpoints need this call?
-
-# %%
-claims.show("C44")
-
-# %% [markdown]
-# transformers 5.24 calls it for you when you switch checkpoints on.
 #
 # <details><summary>And DoRA?</summary>
 #
@@ -604,6 +600,39 @@ chart
 # - **Adapters save states and gradients, but few activations.** So checkpoints matter more.
 # - **4 bits are how QLoRA keeps a weight.** It multiplies in 16 bits.
 #
+# ## Optional: a puzzle of adapters
+#
+# Adapters of rank 16 on all layers of SmolLM2, with 8-bit AdamW in bf16, on 8 rows of 128 tokens and a card of 300 MiB.
+# Exercise 9.8 made such a run small. Now make it fast, too. A puzzle has two targets: bytes, and a price in time, which is
+# counted. Here it is the calls of the 30 layers: each micro-batch calls a layer once, and a checkpoint once more.
+#
+# ### Exercise 9.10 · adapters, small and fast
+#
+# ●●○ · 5 minutes · optional · trains: which of QLoRA's parts a card can do without
+#
+# Write a dict with some of the options `quantized_base`, `chunked_loss`, `accumulation` and `checkpointing`
+# (`"per-layer"`, or `"first-8"` for the first 8 layers). The predicted peak may be **300 MiB**, and the update may take **60
+# calls** of layers. Fewer are possible.
+#
+# <details><summary>Hint 1: what cannot change with the rows</summary>
+#
+# `print(smollm2_peak(30, Recipe(...)).by_category)`. The weights in bf16 leave too little of the card. Which option makes
+# them smaller, and does not call a layer again?
+#
+# <details><summary>Hint 2: what is left over</summary>
+#
+# With a checkpoint on each layer, part of the card stays free. Which layers need not run again?
+#
+# </details></details>
+
+# %%
+from gradmem_lib.course import ADAPTERS
+
+way = dict(quantized_base=True, chunked_loss=True, checkpointing="first-26")  # SOLUTION
+check("9.10", way)
+ADAPTERS.show(way)
+
+# %% [markdown]
 # ## Optional: clipping where no gradient waits
 #
 # ### Exercise 9.4 · clipping where no gradient waits
@@ -710,6 +739,17 @@ guess_c.reveal(formula=round(formula), measured=round(turn), what="predicted")
 # QLoRA saves {{ways[0] - ways[1]:.0f}} MiB at any length, and the inputs kept for nothing grow with the tokens. With kept
 # matrices, QLoRA needs more than LoRA at both lengths.
 #
+# ## Optional: checkpoints behind a frozen embedding
+#
+# Adapters freeze the embedding, so the first layer's input needs no gradient. `enable_input_require_grads()` makes it need
+# one. Do checkpoints need this call?
+
+# %%
+claims.show("C44")
+
+# %% [markdown]
+# transformers 5.24 calls it for you when you switch checkpoints on.
+#
 # ## Optional: a loss in chunks, by hand
 #
 # ### Exercise 9.7 · a loss in chunks
@@ -797,11 +837,15 @@ for name, loss_of in losses.items():
 #
 # ## Optional: GaLore
 #
-# Section 3 described it. How much of the gradient G, which has {{gradient.shape[0]}} rows, does P keep?
+# **GaLore** ([Zhao et al. 2024](https://arxiv.org/abs/2403.03507)) runs Adam on a smaller matrix. Take a gradient G
+# of {{gradient.shape[0]}} rows and {{gradient.shape[1]:,}} columns. Let the columns of a matrix P be the r directions
+# in which G is largest. Then PᵀG has r rows instead of 576, and Adam's two moments are as small. The step is P times Adam's update. P is renewed every
+# few hundred steps. With r = 64, P and both moments together are
+# {{2 * gradient.numel() / (64 * (576 + 2 * 1536)):.1f}} times smaller than AdamW's moments.
+#
+# What is lost is all that G has in other directions. How much does P keep?
 
 # %% tags=["nbval-ignore-output"]
-from gradmem_lib.course import adam_update
-
 U = torch.linalg.svd(gradient, full_matrices=False).U
 for rank in (4, 16, 64):
     kept = (U[:, :rank].T @ gradient).norm() / gradient.norm()
@@ -812,52 +856,6 @@ for rank in (4, 16, 64):
 # directions keep less. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`,
 # for one process). `Trainer` needs `galore_torch` for it, and the layers by name in `optim_target_modules`. Its rank is
 # 128 and P lasts 200 steps, unless `optim_args` says otherwise. All other weights keep AdamW's whole states.
-#
-# ### Exercise 9.9 · GaLore: moments of a small gradient
-#
-# ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
-#
-# Write `galore_step`, one step on a matrix `p` in place, which only reads G. P is for the *shorter* side: (rows, rank) if
-# `p` is wide, with PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, which
-# lasts for `every` calls. The call after these makes a new P, and keeps the moments. Subtract lr · scale · the update,
-# mapped back. The only tensors in `state` are P and two moments.
-#
-# <details><summary>Hint 1: the directions</summary>
-#
-# `U, _, Vh = torch.linalg.svd(G, full_matrices=False)`. The columns of U and the rows of Vh are sorted, largest first.
-#
-# <details><summary>Hint 2: too many bytes</summary>
-#
-# `U[:, :rank]` is a view, and a view keeps the whole U. `.clone()` it.
-#
-# <details><summary>Hint 3: back</summary>
-#
-# Wide: `P @ update`. Tall: `update @ P.T`. All of it under `torch.no_grad()`.
-#
-# </details></details></details>
-
-
-# %%
-@torch.no_grad()
-def galore_step(p, state, rank, every, lr, scale):
-    """p: (rows, columns), with a gradient G. state: p's own dict, empty at first.
-
-    adam_update(small, state) returns Adam's update for a small gradient, and keeps both moments in state.
-    """
-    ### BEGIN SOLUTION
-    G, wide = p.grad, p.shape[0] <= p.shape[1]
-    call = state["call"] = state.get("call", -1) + 1
-    if call % every == 0:
-        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
-        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
-    P = state["P"]
-    small = P.T @ G if wide else G @ P
-    update = adam_update(small, state)
-    p -= lr * scale * (P @ update if wide else update @ P.T)
-    ### END SOLUTION
-
-
-galore_step = check("9.9", galore_step)
 
 # %% [markdown]
 # ## Optional: more practice
@@ -898,30 +896,3 @@ def adafactor_second_moment(grad, row, column, beta2, eps):
 
 
 adafactor_second_moment = check("9.2", adafactor_second_moment)
-
-# %% [markdown]
-# ### Exercise 9.6 · the bytes of NF4
-#
-# ●○○ · 3 minutes · optional · trains: adding up what a quantized matrix keeps beside its 4 bits
-#
-# Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers
-# has its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax
-# values.
-#
-# <details><summary>Hint: round up</summary>
-#
-# `-(-a // b)` is a / b, rounded up.
-#
-# </details>
-
-
-# %%
-def nf4_bytes(numbers, block, group):
-    """A last block or group may be incomplete."""
-    ### BEGIN SOLUTION
-    blocks = -(-numbers // block)
-    return -(-numbers // 2) + blocks + 4 * -(-blocks // group) + 4
-    ### END SOLUTION
-
-
-nf4_bytes = check("9.6", nf4_bytes)

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 10 · Beyond one card
 #
-# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 48 more are optional. You need: lessons
+# *60 minutes: sections 1 to 8, with exercises 10.1, 10.2, 10.4, 10.6 and 10.7. 58 more are optional. You need: lessons
 # 03 and 04, the dtypes of lesson 07, and LoRA in 4 bits from lesson 09.*
 #
 # Some models fit on no single card. Then several cards train one model together. What does each of them hold, and
@@ -405,9 +405,8 @@ print("yours, on two ranks:", run_ranks(peak_of, yours)[0], "MiB")
 # reduce-scatter, and twice as much for an all-reduce. Write `communication_seconds(way, nbytes, ranks,
 # micro_batches, bandwidth)` for one update of `"ddp"` (with `no_sync`), `"zero2"` (weights stay gathered from forward
 # to backward) or `"fsdp"`. Weights are `nbytes`, gradients too, and a rank sends `bandwidth` bytes a second. Here FSDP
-# and ZeRO-2 reduce gradients after every micro-batch. (They may also wait for the last one, as under accelerate and
-# `Trainer`, or with `set_requires_gradient_sync(False)`. But until then each rank keeps whole gradients: 26 GB instead of
-# 3, for the 13B in bf16. So accumulation can make FSDP run out of memory.)
+# and ZeRO-2 reduce gradients after every micro-batch. (They may also wait for the last one, with `set_requires_gradient_sync(False)`. But until then each rank keeps whole gradients: 26 GB instead of
+# 3, for the 13B in bf16. So accumulation can make FSDP run out of memory: an optional section shows it.)
 #
 # <details><summary>Hint 1: one way after the other</summary>
 #
@@ -573,6 +572,43 @@ claims.show("C17")
 # - **Check bytes, not settings.**
 # - **Shard only what does not fit.** FSDP sends up to three times the model's size in each micro-batch.
 #   <!-- holds: 2.9 < communication_seconds("fsdp", 1, 1000, 1, 1) < 3 -->
+#
+# ## Optional: a puzzle of sending
+#
+# Eight cards of 80 GB train every weight of lesson 07's 13B, with a float32 master copy and 8 rows of 2,048 tokens on each
+# card. No layer runs twice: you have no checkpoints. A puzzle has two targets: bytes, and a price in time. The price is
+# counted, by exercise 10.6's rule: the GB that each card sends in one update.
+#
+# ### Exercise 10.8 · who sends least?
+#
+# ●●● · 5 minutes · optional · trains: bytes that a card holds against bytes that it sends
+#
+# Write a dict with `sharding` and `accumulation`, such as `{"sharding": "ddp", "accumulation": 2}`. A card may hold **78 GB** of
+# tensors, and send **400 GB**. Much less is possible. (A new choice takes some seconds to predict.)
+#
+# <details><summary>Hint 1: what does not shrink</summary>
+#
+# DDP and ZeRO-1 keep all weights and gradients on each card. The activations of 8 rows are too many in every way, so there
+# must be micro-batches.
+#
+# <details><summary>Hint 2: who needs fewer micro-batches?</summary>
+#
+# In each micro-batch ZeRO-2 sends less than FSDP. But what does it hold until backward, and how many rows fit beside that?
+#
+# </details></details>
+
+# %%
+from gradmem_lib.course import SHARING
+
+way = {"sharding": "fsdp", "accumulation": 4}  # SOLUTION
+check("10.8", way)
+SHARING.show(way)
+
+# %% [markdown]
+# ZeRO-2 sends two thirds of what FSDP sends in a micro-batch. Yet here it sends more in an update, since it needs twice as
+# many micro-batches.
+# <!-- holds: SHARING.run({"sharding": "zero2", "accumulation": 4})[0].peak.total > 78e9
+# and SHARING.run({"sharding": "zero2", "accumulation": 8})[1] > SHARING.run(way)[1] -->
 #
 # ## Optional: what DDP sends
 #
@@ -760,6 +796,29 @@ guess_c.reveal(formula=8 * 2 + 1, measured=run_ranks(count, "per-layer")[0]["all
 # There are no more. <!-- holds: run_ranks(count, "per-layer") == run_ranks(count, None) --> Backward gathers a layer once, runs it again, computes its gradients, and frees it. So checkpoints
 # under FSDP cost no more than on one card.
 # <!-- holds: run_ranks(count, "per-layer")[0]["allgather"] == 8 * 2 + 1 -->
+
+# %% [markdown]
+# And accumulation? Here are four micro-batches. FSDP reduces gradients after each of them, or only after the last one
+# (`waits`):
+
+
+# %%
+def four(waits):
+    net, _, _ = prepare(llama(), Recipe(sharding="fsdp"))
+    with MemoryTracker(net, live=False) as tracker, Collectives() as collectives:
+        for last in (False, False, False, True):
+            net.set_requires_gradient_sync(last or not waits)
+            net(**my_batch()).loss.backward()
+    return collectives.seen["reduce_scatter"], tracker.peak.total / 2**20
+
+
+for waits in (False, True):
+    often, most = run_ranks(four, waits)[0]
+    print(f"waits={waits!s:<6} reduce-scatters {often:>3}, peak {most:.1f} MiB")
+
+# %% [markdown]
+# Waiting sends a quarter as often, and keeps whole gradients. <!-- holds: 4 * often == run_ranks(four, False)[0][0]
+# and most > run_ranks(four, False)[0][1] --> So a run that fits without accumulation may not fit with it: accelerate and `Trainer` wait.
 
 # %%
 claims.show("C49")

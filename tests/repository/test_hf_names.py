@@ -113,8 +113,6 @@ def test_classes_end_so():
 def test_a_config_has_each_field(config_fields):
     others = (
         *chain.from_iterable(hf_names.SIZES.values()),
-        *hf_names.SMALLER_CACHE,
-        *hf_names.LAYER_KINDS,
         *hf_names.OUTPUTS_OF_EACH_LAYER,
         *hf_names.IGNORED_PIXEL,
     )

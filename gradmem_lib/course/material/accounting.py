@@ -6,12 +6,10 @@ beside the lesson that derives it. Batches are ``batch_size`` x ``seq_len`` toke
 itself counts, with ``predict``.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from ... import names
-from ...hf_names import LAYER_KINDS, SMALLER_CACHE
 from ...names import CATEGORIES, PrecisionSpec
 from ...optimizers import OptimizerSpec
 from ...techniques.schedules import segments_for
@@ -265,36 +263,11 @@ def model_activations(
     }
 
 
-def kv_cache_bytes(model: Any, batch_size: int, tokens: int, bytes_per_number: int = 2) -> int:
+def kv_cache_bytes(shape: Shape, batch_size: int, tokens: int, bytes_per_number: int = 2) -> int:
     """Bytes of the keys and values that a causal model keeps for ``batch_size`` rows of ``tokens``
-    tokens; heads that share a key and a value have one. Exact for transformers' ``DynamicCache``
-    where every layer attends to all tokens.
-
-    ``model``: a ``Shape`` or a config. ``ValueError`` for other kinds of layers, and for a window
-    that the tokens fill.
+    tokens; heads that share a key and a value have one. Exact for transformers' ``DynamicCache``.
     """
-    if isinstance(model, Shape):
-        return 2 * model.layers * batch_size * tokens * model.kv_hidden * bytes_per_number
-    config = model.get_text_config(decoder=True)
-    kinds: set[str] = set()
-    for name in LAYER_KINDS:
-        kinds = kinds or set(getattr(config, name, None) or ())
-    heads = getattr(
-        config, "num_key_value_heads", config.model_type == "gpt2" and config.num_attention_heads
-    )
-    if (
-        not heads
-        or any(getattr(config, name, None) for name in SMALLER_CACHE)
-        or kinds - {"full_attention", "sliding_attention"}
-        or (getattr(config, "sliding_window", None) or math.inf) <= tokens
-    ):
-        raise ValueError(
-            f"a cache of {tokens:,} tokens has no closed form for this {config.model_type!r} "
-            "config: every layer must attend to all tokens, and a window be longer. Add up "
-            "what a forward with use_cache=True keeps"
-        )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * batch_size * tokens * heads * head_dim * bytes_per_number
+    return 2 * shape.layers * batch_size * tokens * shape.kv_hidden * bytes_per_number
 
 
 class Estimate(NamedTuple):
