@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 01 · Memory accounting
 #
-# *59 minutes: sections 1 to 7, with exercises 1.1 and 1.2. 83 more are optional. You need: lesson 00, and a PyTorch
+# *59 minutes: sections 1 to 7, with exercises 1.1 and 1.2. 91 more are optional. You need: lesson 00, and a PyTorch
 # training loop that you could write yourself.*
 #
 # <!-- picture: first run -->
@@ -918,6 +918,35 @@ def eager_surplus(batch, seq_len, heads):
 
 
 eager_surplus = check("1.3", eager_surplus)
+
+# %% [markdown]
+# ### Exercise 1.4 · the logits spike
+#
+# ●●○ · 5 minutes · optional · trains: seeing the loss as the largest layer of a small model
+#
+# Write `logits_spike(batch, seq_len, vocab)`: the bytes of the three tensors of section 3.
+#
+# <details><summary>Hint 1: the shape</summary>
+#
+# One number for each sequence, position and word. Transformers shifts the *labels* by one, and the logits keep their
+# length.
+#
+# <details><summary>Hint 2: the dtype</summary>
+#
+# float32, all three.
+#
+# </details></details>
+
+
+# %%
+def logits_spike(batch, seq_len, vocab):
+    ### BEGIN SOLUTION
+    float32 = 4
+    return 3 * float32 * batch * seq_len * vocab
+    ### END SOLUTION
+
+
+logits_spike = check("1.4", logits_spike)
 
 # %% [markdown]
 # ### Exercise 1.5 · bytes per parameter

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 02 · Adam by hand
 #
-# *60 minutes: sections 1 to 9, with exercises 2.1 to 2.4. 27 more are optional. You need: lesson 01.*
+# *60 minutes: sections 1 to 9, with exercises 2.1 to 2.4. 35 more are optional. You need: lesson 01.*
 #
 # <!-- picture: first run -->
 #
@@ -624,3 +624,34 @@ from gradmem_lib.course import PACKING
 groups = [[44, 21, 14], [42, 37], [29, 23, 17, 9]]  # SOLUTION
 check("2.7", groups)
 PACKING.show(groups)
+
+# %% [markdown]
+# ## Optional: more practice
+#
+# ### Exercise 2.5 · the gaps between bf16 numbers
+#
+# ●●○ · 5 minutes · optional · trains: reading a float format: which additions change nothing
+#
+# Write `half_gap(x)` for a bf16 number x > 0, given as a float of Python: half the distance from x to the next larger bf16
+# number. Anything smaller than this, added to x, changes nothing.
+#
+# <details><summary>Hint 1: at 1</summary>
+#
+# From 1 to 2 there are 128 numbers, so the gap is 1/128. Half of it is 1/256, which is 2⁻⁸.
+#
+# <details><summary>Hint 2: elsewhere</summary>
+#
+# The gap is the same from one power of two to the next. `math.floor(math.log2(x))` is the exponent of the power of two
+# at or below x.
+#
+# </details></details>
+
+# %%
+from math import floor, log2
+
+
+def half_gap(x):
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_02/exercises.py
+
+
+half_gap = check("2.5", half_gap)

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 04 · Gradient checkpointing
 #
-# *60 minutes: sections 1 to 7, with exercises 4.1, 4.5 and 4.6. 46 more are optional. You need: lesson 01.*
+# *60 minutes: sections 1 to 7, with exercises 4.1, 4.5 and 4.6. 55 more are optional. You need: lesson 01.*
 #
 # <!-- picture: first run -->
 #
@@ -722,3 +722,29 @@ def from_frozen(embedding, layers, ids):
 
 
 from_frozen = check("4.3", from_frozen)
+
+# %% [markdown]
+# ### Exercise 4.4 · segments
+#
+# ●●○ · 6 minutes · optional · trains: cutting a list of layers, to its last one
+#
+# Write `run_in_segments(layers, x, k)` for an `nn.Sequential`: segments of `k` layers in a row, each in a checkpoint
+# with `use_reentrant=False`. Where k does not divide the number of layers, the last segment is shorter.
+#
+# <details><summary>Hint 1: a segment</summary>
+#
+# A slice of an `nn.Sequential` is an `nn.Sequential` too: `layers[3:6]` can be called.
+#
+# <details><summary>Hint 2: the loop</summary>
+#
+# `range(0, len(layers), k)` gives the places where segments start, and a slice may reach past the end.
+#
+# </details></details>
+
+
+# %%
+def run_in_segments(layers, x, k):
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_04/exercises.py
+
+
+run_in_segments = check("4.4", run_in_segments)

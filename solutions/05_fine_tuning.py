@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 05 · Fine-tuning, all of it combined
 #
-# *60 minutes: sections 1 to 12, with exercises 5.2 and 5.6. 75 more are optional. You need: lessons 01, 03 and 04.*
+# *60 minutes: sections 1 to 12, with exercises 5.2 and 5.6. 95 more are optional. You need: lessons 01, 03 and 04.*
 #
 # <!-- picture: first run -->
 #
@@ -175,7 +175,7 @@ print(f"updates: {len(apart)}, all losses within 0.005: {max(apart) < 0.005}")
 # %% [markdown]
 # The losses differ only by rounding: `Trainer` divides by the tokens of the whole window, as you did in lesson 03. (A
 # plain `Trainer` on a classifier needs `accepts_loss_kwargs = False`; `make_trainer` does not.) In a loop of
-# your own, schedule and log are your job: exercises 5.3 and 3.5.
+# your own, schedule and log are your job: exercises 5.3 and 5.4.
 #
 # ## 6 · Checkpointing
 #
@@ -764,6 +764,47 @@ def on_one_card(arguments, gpus, fits):
 on_one_card = check("5.1", on_one_card)
 
 # %% [markdown]
+# ### Exercise 5.10 · the same step on a smaller card
+#
+# ●●○ · 6 minutes · optional · trains: choosing between pieces and checkpoints where layers draw random numbers
+#
+# `model` is a residual net in plain PyTorch, with 12 `model.blocks`, dropout and drop path. `model(batch["x"])` gives the
+# outputs, and `F.cross_entropy(outputs, batch["labels"])` the loss. Write `same_step(model, optimizer, batch)`: one update
+# with all 64 rows, and the loss as a float. Leave no gradient behind, and the model in training mode. It must be the update
+# that the plain step makes from the same random state, and stay under **1.1 MiB**. Micro-batches would fit. Are they the
+# same update?
+#
+# <details><summary>Hint 1: who draws when?</summary>
+#
+# Dropout and drop path draw numbers in each forward. What does a micro-batch's forward draw, and what does a block draw
+# that runs again under a checkpoint?
+#
+# <details><summary>Hint 2: one line around the step</summary>
+#
+# `checkpoint_layers` takes a model's list of layers, too. Forward belongs inside its `with`. Backward may stand inside
+# or after it: a segment runs again as it ran first.
+#
+# </details></details>
+
+# %%
+from gradmem_lib import checkpoint_layers
+
+
+def same_step(model, optimizer, batch):
+    """One update; return the loss, a float."""
+    ### BEGIN SOLUTION
+    with checkpoint_layers(model.blocks, every=1):
+        loss = F.cross_entropy(model(batch["x"]), batch["labels"])
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+    ### END SOLUTION
+
+
+same_step = check("5.10", same_step)
+
+# %% [markdown]
 # ### Exercise 5.3 · a schedule in optimizer steps
 #
 # ●●○ · 8 minutes · optional · trains: counting updates, not micro-batches, in a loop that accumulates
@@ -804,6 +845,35 @@ def train_epoch(optimizer, micro_batches, window, warmup, accumulate):
 
 
 train_epoch = check("5.3", train_epoch)
+
+# %% [markdown]
+# ### Exercise 5.4 · the loss in the log
+#
+# ●●○ · 6 minutes · optional · trains: logging what is trained, and holding on to nothing for it
+#
+# `window` is a list of micro-batches, dicts for the model, and `model(**micro).loss` is a micro-batch's *mean*. Write
+# `train_and_log(model, window)`: leave in `.grad` the gradient of the mean loss over all predicted tokens of the
+# window, and return that mean. The budget of **1.4 MB** is too small for the logits of all micro-batches at once.
+#
+# <details><summary>Hint 1: shares</summary>
+#
+# A micro-batch predicts `count_targets(micro["labels"])` tokens, and the window predicts the sum of these numbers. What
+# part of the window's mean is this micro-batch's mean?
+#
+# <details><summary>Hint 2: the log</summary>
+#
+# Add up what you call `backward` on. As numbers: `.item()`.
+#
+# </details></details>
+
+
+# %%
+def train_and_log(model, window):
+    """The window's mean loss, a float; neither steps nor zeroes."""
+    raise NotImplementedError  # SOLUTION in gradmem_lib/course/lessons/lesson_05/exercises.py
+
+
+train_and_log = check("5.4", train_and_log)
 
 # %% [markdown]
 # ### Exercise 5.5 · a checkpoint in bf16, states in float32

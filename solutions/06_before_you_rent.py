@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 06 · Before you rent the card
 #
-# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 55 more are optional. You need: lessons 01, 03 and 04,
+# *59 minutes: sections 1 to 6, with exercises 6.1, 6.3 and 6.6. 63 more are optional. You need: lessons 01, 03 and 04,
 # and the techniques of lesson 05.*
 #
 # A run has failed, or has not begun, and somebody has to pay for the card. What do you change, and which card is
@@ -647,6 +647,73 @@ from gradmem_lib.course import RENTED
 way = {"checkpointing": "first-4"}  # SOLUTION
 check("6.8", way)
 RENTED.show(way)
+
+# %% [markdown]
+# ## Optional: half the rows
+#
+# The usual first answer is a smaller batch. Which part of the bytes does that change?
+
+# %% [markdown]
+# ### Exercise 6.2 · half the rows
+#
+# ●●○ · 4 minutes · optional · trains: telling what a batch is made of from what stays, moment by moment
+#
+# `moments` has the highest moment of each phase, `"forward"`, `"backward"` and `"optimizer_step"`, with its bytes by
+# category, for a batch of `rows` rows. Write `with_rows(moments, rows, new)`: the peak to expect with `new` rows.
+#
+# <details><summary>Hint 1: what scales</summary>
+#
+# In forward and backward, activations, temporaries and `"other"` (token ids) are the batch's. Weights, gradients and states
+# are not.
+#
+# <details><summary>Hint 2: the optimizer's step</summary>
+#
+# It does not know how many rows there were. Its temporaries are its own.
+#
+# <details><summary>Hint 3: which moment</summary>
+#
+# The highest after scaling, which may be another one than before.
+#
+# </details></details></details>
+
+
+# %%
+def with_rows(moments, rows, new):
+    ### BEGIN SOLUTION
+    peaks = []
+    for phase, parts in moments.items():
+        grows = ("activations", "temporaries", "other")
+        grows = () if phase == "optimizer_step" else grows
+        factor = new / rows
+        peaks.append(sum(n * (factor if name in grows else 1) for name, n in parts.items()))
+    return max(peaks)
+    ### END SOLUTION
+
+
+with_rows = check("6.2", with_rows)
+
+# %% [markdown]
+# The next cells take the moments of section 1's run, and compare your answer with `predict`:
+
+# %%
+line, moments = run.timeline, {}
+totals, phases = line.totals, line.phases
+for phase in ("forward", "backward", "optimizer_step"):
+    at = max((n, i) for i, n in enumerate(totals) if phases[i] == phase)[1]
+    moments[phase] = {name: values[at] for name, values in line.by_category.items()}
+
+# %%
+for rows in (4, 3, 2, 1):
+    peak = predict(smol.config, batch_size=rows, seq_len=256, target="cuda").peak
+    expected = with_rows(moments, 4, rows)
+    print(f"{rows} × 256: expected {expected / 2**20:,.0f} MiB,", end=" ")
+    print(f"predicted {peak.total / 2**20:,.0f} MiB, in {peak.phase}")
+
+# %% [markdown]
+# The expectation is right to the MiB. Three rows fit section 1's card. But half the rows need
+# {{100 * with_rows(moments, 4, 2) / run.peak.total:.0f}} % of the bytes, and going from two rows to one saves less: the peak is
+# then where all gradients are there, and no part of it depends on the batch.
+# <!-- holds: peak.by_category["gradients"] >= 4 * shape.parameters and 1e4 * peak.by_category["activations"] < peak.total -->
 
 # %% [markdown]
 # ## Optional: rules of thumb

@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 09 · Optimizers and adapters
 #
-# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 45 more are optional. You need: lessons 02 and
+# *60 minutes: sections 1 to 10, with exercises 9.1, 9.3, 9.5 and 9.8. 60 more are optional. You need: lessons 02 and
 # 05, and the dtypes of lesson 07.*
 #
 # AdamW keeps two numbers beside every weight that it trains. You can keep smaller numbers, keep fewer, or train fewer
@@ -846,6 +846,8 @@ for name, loss_of in losses.items():
 # What is lost is all that G has in other directions. How much does P keep?
 
 # %% tags=["nbval-ignore-output"]
+from gradmem_lib.course import adam_update
+
 U = torch.linalg.svd(gradient, full_matrices=False).U
 for rank in (4, 16, 64):
     kept = (U[:, :rank].T @ gradient).norm() / gradient.norm()
@@ -856,6 +858,52 @@ for rank in (4, 16, 64):
 # directions keep less. G itself stays large, so GaLore steps in backward (`optim="galore_adamw_layerwise"` in `Trainer`,
 # for one process). `Trainer` needs `galore_torch` for it, and the layers by name in `optim_target_modules`. Its rank is
 # 128 and P lasts 200 steps, unless `optim_args` says otherwise. All other weights keep AdamW's whole states.
+#
+# ### Exercise 9.9 · GaLore: moments of a small gradient
+#
+# ●●● · 6 minutes · optional · trains: a projection, and the bytes of the states behind it
+#
+# Write `galore_step`, one step on a matrix `p` in place, which only reads G. P is for the *shorter* side: (rows, rank) if
+# `p` is wide, with PᵀG as the small gradient, and (columns, rank) if it is tall, with GP. The first call makes P, which
+# lasts for `every` calls. The call after these makes a new P, and keeps the moments. Subtract lr · scale · the update,
+# mapped back. The only tensors in `state` are P and two moments.
+#
+# <details><summary>Hint 1: the directions</summary>
+#
+# `U, _, Vh = torch.linalg.svd(G, full_matrices=False)`. The columns of U and the rows of Vh are sorted, largest first.
+#
+# <details><summary>Hint 2: too many bytes</summary>
+#
+# `U[:, :rank]` is a view, and a view keeps the whole U. `.clone()` it.
+#
+# <details><summary>Hint 3: back</summary>
+#
+# Wide: `P @ update`. Tall: `update @ P.T`. All of it under `torch.no_grad()`.
+#
+# </details></details></details>
+
+
+# %%
+@torch.no_grad()
+def galore_step(p, state, rank, every, lr, scale):
+    """p: (rows, columns), with a gradient G. state: p's own dict, empty at first.
+
+    adam_update(small, state) returns Adam's update for a small gradient, and keeps both moments in state.
+    """
+    ### BEGIN SOLUTION
+    G, wide = p.grad, p.shape[0] <= p.shape[1]
+    call = state["call"] = state.get("call", -1) + 1
+    if call % every == 0:
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
+    P = state["P"]
+    small = P.T @ G if wide else G @ P
+    update = adam_update(small, state)
+    p -= lr * scale * (P @ update if wide else update @ P.T)
+    ### END SOLUTION
+
+
+galore_step = check("9.9", galore_step)
 
 # %% [markdown]
 # ## Optional: more practice
@@ -896,3 +944,30 @@ def adafactor_second_moment(grad, row, column, beta2, eps):
 
 
 adafactor_second_moment = check("9.2", adafactor_second_moment)
+
+# %% [markdown]
+# ### Exercise 9.6 · the bytes of NF4
+#
+# ●○○ · 3 minutes · optional · trains: adding up what a quantized matrix keeps beside its 4 bits
+#
+# Write `nf4_bytes(numbers, block, group)` with double quantization. Two numbers share a byte. Each `block` of numbers
+# has its absmax as one byte, and each `group` of these a float32 scale. One float32 more is the mean of all absmax
+# values.
+#
+# <details><summary>Hint: round up</summary>
+#
+# `-(-a // b)` is a / b, rounded up.
+#
+# </details>
+
+
+# %%
+def nf4_bytes(numbers, block, group):
+    """A last block or group may be incomplete."""
+    ### BEGIN SOLUTION
+    blocks = -(-numbers // block)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // group) + 4
+    ### END SOLUTION
+
+
+nf4_bytes = check("9.6", nf4_bytes)

@@ -22,7 +22,7 @@ _HOMES = {
     "lessons.lesson_06.exercises_puzzle": "RENTED",
     "lessons.lesson_07.claims": "trainer_dtypes",
     "lessons.lesson_07.exercises_puzzle": "UNROUNDED",
-    "lessons.lesson_09.exercises": "smollm2_peak",
+    "lessons.lesson_09.exercises": "adam_update smollm2_peak",
     "lessons.lesson_09.exercises_puzzle": "ADAPTERS",
     "lessons.lesson_10.exercises_puzzle": "SHARING",
     "lessons.lesson_11.puzzles": "puzzle",

@@ -31,6 +31,7 @@ SEQUENCE_LENGTHS = tuple(2**k for k in range(6, 16))
 CHECKPOINTING = {"none": None, "per-layer": "per-layer", "sqrt": "sqrt"} | {
     f"{k} layers a segment": k for k in (2, 4, 8, 16)
 }
+OPTIMIZERS = {name: name for name in accounting.OPTIMIZERS} | {"none: no step": None}
 # The value None in a menu: for ipywidgets, None itself is no choice, and the menu shows nothing.
 NONE = "none"
 DEFAULTS = {
@@ -87,7 +88,16 @@ def recipe_of(settings: dict):
     """
     from ...training.recipe import Recipe
 
-    return Recipe(**_options(settings))
+    options = _options(settings)
+    if options["optimizer"] is not None:
+        return Recipe(**options)
+    stand_in = "sgd"  # keeps and makes no bytes, like no step
+    try:
+        return Recipe(**options | {"optimizer": stand_in})
+    except ValueError as error:  # names an optimizer that nobody chose
+        raise ValueError(
+            str(error).replace(f"optimizer={stand_in!r}", "there is no step")
+        ) from None
 
 
 def estimate(settings: dict) -> accounting.Estimate:
@@ -203,7 +213,7 @@ def _label(settings: dict) -> str:
     kept = labels.get(settings["checkpointing"], f"{settings['checkpointing']} layers a segment")
     return (
         f"{settings['model']} · {settings['batch_size']} × {settings['seq_len']:,} tokens · "
-        f"{settings['precision']} · {settings['optimizer']} · {settings['attention']} "
+        f"{settings['precision']} · {settings['optimizer'] or 'no step'} · {settings['attention']} "
         f"attention · checkpointing: {kept}"
     )
 
@@ -251,7 +261,7 @@ class Explorer(explorers.Explorer):
         self._slider("batch_size", "micro-batch", BATCH_SIZES)
         self._slider("seq_len", "sequence", SEQUENCE_LENGTHS)
         self._menu("precision", "precision", tuple(accounting.PRECISIONS))
-        self._menu("optimizer", "optimizer", tuple(accounting.OPTIMIZERS))
+        self._menu("optimizer", "optimizer", OPTIMIZERS)
         self._menu("attention", "attention", tuple(ATTENTION))
         self._menu("checkpointing", "checkpointing", CHECKPOINTING)
 

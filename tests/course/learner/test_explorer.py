@@ -133,7 +133,7 @@ TINY = {"model": "tiny Llama", "batch_size": 4, "seq_len": 256}
             *({"precision": name} for name in accounting.PRECISIONS),
             *(
                 {"optimizer": name, "batch_size": 1, "seq_len": 32}
-                for name in explorer.accounting.OPTIMIZERS
+                for name in explorer.OPTIMIZERS.values()
             ),
             {"attention": "eager"},
             {"checkpointing": "per-layer"},
@@ -266,7 +266,7 @@ def test_explorer_says_what_is_wrong(wrong, error, says):
         explorer.explore(**wrong)
 
 
-@pytest.mark.parametrize("name", ["checkpointing"])
+@pytest.mark.parametrize("name", ["optimizer", "checkpointing"])
 def test_choosing_none_stays_readable_in_the_menu(monkeypatch, name):
     monkeypatch.setattr(explorer, "answer", explorer.preview)
     shown = explorer.Explorer()
@@ -277,3 +277,10 @@ def test_choosing_none_stays_readable_in_the_menu(monkeypatch, name):
     menu.index = 1 if row == 0 else 0
     menu.index = row
     assert menu.label == labels[row] and shown._now()[name] is None
+
+
+def test_without_a_step_no_optimizer_is_named_that_nobody_chose():
+    settings = {**explorer.DEFAULTS, "optimizer": None, "precision": "float32-master"}
+    with pytest.raises(ValueError, match="there is no step") as refused:
+        explorer.recipe_of(settings)
+    assert "sgd" not in str(refused.value)

@@ -222,6 +222,39 @@ SURPLUS = Exercise(
     """,
 )
 
+# 1.4
+
+
+def logits_spike(batch: int, seq_len: int, vocab: int) -> int:
+    """Bytes around the loss when its backward begins, for a model of any precision: three float32
+    tensors.
+    """
+    return 3 * 4 * batch * seq_len * vocab
+
+
+SPIKE = Exercise(
+    "1.4",
+    logits_spike,
+    calls((2, 3, 5), (1, 128, 49152), (2, 32, 1000), hidden=[(5, 7, 11)]),
+    """
+    3 * 4 → 4
+        this counts one tensor: the loss's backward holds three of that shape at once.
+    3 * 4 → 2 * 4
+        this counts two tensors: the saved log-softmax, its gradient, and the gradient of the logits
+        make three.
+    3 * 4 → 3 * 2
+        this takes 2 bytes a number: the loss is computed in float32, whatever the model's
+        precision.
+    3 * 4 → 3
+        this counts numbers: each is a float32 of 4 bytes.
+    batch * seq_len → batch * (seq_len - 1)
+        this leaves out the last position: transformers shifts the labels, and the logits keep their
+        length.
+    * vocab → * vocab + 8 * batch * seq_len
+        the labels are counted too: count only the three large tensors.
+    """,
+)
+
 # 1.5
 
 

@@ -5,11 +5,11 @@ A rule is a function ``rule(p, grad, state, ...)``: it moves the parameter ``p``
 in the dict ``state`` whatever it must remember until the next step.
 """
 
-from math import prod, sqrt
+from math import floor, log2, prod, sqrt
 
 import torch
 
-from ...judge.exercise import Exercise, measured, outside_torch
+from ...judge.exercise import Exercise, calls, measured, outside_torch
 
 START = [1, -2, 0.5, 3]
 GRADIENT = [0.3, -1, 2, 0.004]
@@ -237,6 +237,49 @@ ADAMW = Exercise(
     """,
     changes="p state",
     pairs=True,
+)
+
+# 2.5
+
+
+def half_gap(x: float) -> float:
+    """Half the distance from ``x`` to the next larger bf16 number: anything smaller, added to x,
+    changes nothing.
+    """
+    return 2.0 ** (floor(log2(x)) - 8)
+
+
+HALF_GAP = Exercise(
+    "2.5",
+    half_gap,
+    calls(
+        (1.0,),
+        (3.0,),
+        (100.0,),
+        (0.5,),
+        (0.0125732421875,),
+        hidden=[(0.0001678466796875,), (3008.0,)],
+    ),
+    """
+    - 8 → - 7
+        this is the whole gap: from its middle on, rounding goes up.
+    - 8 → - 11
+        this is float16, with 10 bits after the point: bf16 has 7.
+    - 8 → - 24
+        this is float32, with 23 bits after the point: bf16 has 7.
+    floor(log2(x)) → log2(x)
+        this grows smoothly with x: the gap is the same from one power of two to the next, and then
+        doubles.
+    floor(log2(x)) → int(log2(x))
+        below 1 your result is twice too large, except at powers of two: int() rounds a negative
+        log2 towards zero, while floor() rounds down.
+    floor(log2(x)) → round(log2(x))
+        for some x the exponent is too large: it must be rounded down, by floor().
+    floor(log2(x)) → 0
+        this is half the gap at 1, and gaps double at every power of two.
+    floor(log2(x)) - 8 → -7
+        torch.finfo(torch.bfloat16).eps is the whole gap at 1: you want half of it, at x.
+    """,
 )
 
 # 2.6

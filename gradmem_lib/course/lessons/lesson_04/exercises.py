@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.schedules import best_segments, uniform_segments
@@ -291,6 +291,76 @@ FROZEN = Exercise(
     use_reentrant=True → use_reentrant=False
         these are non-reentrant checkpoints: the exercise asks for use_reentrant=True.
     use_reentrant=True → use_reentrant=True, preserve_rng_state=False
+        the second run draws other random numbers: PyTorch's checkpoint puts the random state back,
+        with preserve_rng_state=True, its default.
+    """,
+)
+
+# 4.4
+
+
+def run_in_segments(layers, x, k):
+    """The output of ``layers`` run in checkpointed segments of ``k``; the last one may be
+    shorter.
+    """
+    for start in range(0, len(layers), k):
+        x = checkpoint(layers[start : start + k], x, use_reentrant=False)
+    return x
+
+
+def by_checkpoint_sequential(layers, x, k):
+    return checkpoint_sequential(layers, -(-len(layers) // k), x, use_reentrant=False)
+
+
+def segment_cases(answer):
+    # More layers than rows too: an answer that counts rows for layers leaves some out there.
+    for n, k, rows in ((8, 4, ROWS), (9, 2, 3), (7, 5, ROWS)):
+        layers, x, name = trained_layers(n), first_input(rows=rows), f"{n} layers and k = {k}"
+        with count_calls(layers) as order:
+            out = answer(layers, x, k)
+            yield f"{name}, layers that run in forward, in this order", order[:]
+            backward_of_squares(out)
+        yield f"{name}, the gradients of the layers", gradients_of(layers)
+        yield f"{name}, the gradient of x", gradient_of(x)
+        yield f"{name}, lengths of the segments that run again", order.segments(layers)
+    layers = trained_layers(4, dropout=0.5)
+    backward_of_squares(answer(layers, first_input(), 2))
+    yield (
+        "layers with dropout, which draw the same numbers again, the gradients",
+        gradients_of(layers),
+    )
+    layers = trained_layers(4)
+    backward_of_squares(answer(layers, first_input().detach(), 2))
+    yield "an x that needs no gradient, the gradients of the layers", gradients_of(layers)
+
+
+SEGMENTS = Exercise(
+    "4.4",
+    run_in_segments,
+    segment_cases,
+    """
+    range(0, len(layers), k) → range(0, len(layers) - k + 1, k)
+        layers are left out: where k does not divide their number, there is one shorter segment.
+    range(0, len(layers), k) → range(0, max(1, len(layers) - k + 1), k)
+    start + k], → start + k if start + 2 * k <= len(layers) else len(layers)],
+        the last segment takes all remaining layers and is too long: make one more, shorter one.
+    by_checkpoint_sequential
+        checkpoint_sequential takes a number of segments, gives the last one all the rest, and runs
+        it without a checkpoint: 9 layers in 5 segments are 1, 1, 1, 1, 5.
+    (layers[start : start + k], x → (lambda h: layers[start : start + k](h), x
+        the function looks up its variables when it runs again, and by then the loop has moved on:
+        pass the segment itself to checkpoint.
+    checkpoint(layers[start : start + k], → layers[start + 1 : start + k](checkpoint(layers[start],
+    use_reentrant=False) → use_reentrant=False))
+        one layer in k is checkpointed, and the others keep everything: put k layers in a row into
+        one checkpoint.
+    use_reentrant=False) → use_reentrant=False) if start + k < len(layers) else layers[start:](x)
+        the last segment runs without a checkpoint. Section 6 uses this good idea; here, put the
+        last segment into a checkpoint as well.
+    use_reentrant=False → use_reentrant=True
+        this is a reentrant checkpoint, which needs an input that requires a gradient:
+        use_reentrant=False.
+    use_reentrant=False → use_reentrant=False, preserve_rng_state=False
         the second run draws other random numbers: PyTorch's checkpoint puts the random state back,
         with preserve_rng_state=True, its default.
     """,

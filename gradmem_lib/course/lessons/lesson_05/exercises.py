@@ -4,19 +4,23 @@ import copy  # noqa: F401 (for a mistake of 5.5)
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ....techniques.accumulation import split
+from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.lora import LoRALinear
 from ....techniques.losses import count_targets
 from ...judge.exercise import Exercise, measured
 from ...machine.compat import enable_checkpointing
 from ...material import models
 from ..shared.hf_trainer import quiet_arguments
+from ..shared.residual_net import labelled_rows, residual_net
 from ..shared.settings import (
     bigram_loss,
     bigrams,
     gradients_of,
+    have_graphs,
     quietly,
     rows,
     seeded,
@@ -343,6 +347,67 @@ ONE_CARD = Exercise(
     """,
 )
 
+# 5.10
+
+
+def same_step(model, optimizer, batch) -> float:
+    """One update on all rows of ``batch``, with a checkpoint on each block; the loss."""
+    with checkpoint_layers(model.blocks, every=1):
+        loss = F.cross_entropy(model(batch["x"]), batch["labels"])
+        loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+RANDOM_CARD = "1.1 MiB"
+
+
+def random_setting():
+    """A residual net with dropout and drop path in training mode, its SGD, and 64 labelled rows."""
+    model = residual_net(blocks=12, width=32)
+    return model, sgd(model), labelled_rows(64, width=32)
+
+
+def random_cases(answer):
+    model, optimizer, batch = random_setting()
+    # The seed is set inside, so that all that is drawn comes from the answer.
+    torch.default_generator.manual_seed(5)
+    run = measured(
+        lambda: answer(model, optimizer, batch), RANDOM_CARD, model=model, optimizer=optimizer
+    )
+    # The loss first: where it is right, forward is.
+    yield "the loss of a plain step from the same random state", run.value
+    yield "the weights after a plain step from the same random state", weights_of(model)
+    yield "whether a gradient is left behind", bool(gradients_of(model).any())
+    yield "whether the loss has a graph", have_graphs(run.value)
+    yield "the peak", run
+
+
+SAME_STEP = Exercise(
+    "5.10",
+    same_step,
+    random_cases,
+    """
+    with checkpoint_layers(model.blocks, every=1) → if True
+        the step is right, and too large for the card: what forward keeps of 12 blocks has to be
+        smaller.
+    model(batch["x"]) → torch.cat([model(rows) for rows in batch["x"].split(16)])
+        this is another update: each piece is a forward of its own, and draws other numbers for
+        dropout and drop path. Keep all rows together.
+    loss = → model.eval(); loss =
+    optimizer.step() → model.train(); optimizer.step()
+        the model is in evaluation mode: then it trains without dropout and drop path.
+    loss = → torch.manual_seed(0); loss =
+        this sets a seed of its own, so dropout and drop path draw other numbers than the plain
+        step does: set no seed.
+    optimizer.step() →
+        the weights have not moved: call optimizer.step() once, after backward.
+    optimizer.zero_grad() →
+        gradients are left behind: call optimizer.zero_grad() after the step.
+    """,
+)
+
 # 5.3
 
 
@@ -415,6 +480,78 @@ SCHEDULE = Exercise(
         whole window, a list.
     """,
     changes="optimizer.lr",
+)
+
+# 5.4
+
+
+def train_and_log(model, window) -> float:
+    """Leave the gradient of the mean loss over the window's predicted tokens; return that mean, to
+    be logged.
+    """
+    counts = [count_targets(micro["labels"]) for micro in window]
+    logged = 0.0
+    for micro, count in zip(window, counts, strict=True):
+        loss = model(**micro).loss * (count / sum(counts))
+        loss.backward()
+        logged += loss.item()
+    return logged
+
+
+LOG_CARD = "1.4 MB"
+
+
+def log_setting():
+    """A tiny Llama and a window of six micro-batches of unequal lengths."""
+    lengths = [(32, 30), (4, 3), (9, 5), (17, 6), (28, 20), (2, 32)]
+    window = [text_batch(*each, vocab=512, seed=seed) for seed, each in enumerate(lengths)]
+    model = models.tiny_llama(layers=2, hidden=32, heads=2, intermediate=64, vocab=512)
+    with_large_gradients(model.lm_head, 30)
+    return model, window
+
+
+@quietly
+def log_cases(answer):
+    model, window = log_setting()
+    run = measured(lambda: answer(model, window), LOG_CARD, model=model)
+    yield "micro-batches of unequal lengths, the gradient", gradients_of(model)
+    yield "the loss that is returned", run.value
+    yield "whether the loss has a graph", have_graphs(run.value)
+    yield "the peak", run
+
+
+LOG = Exercise(
+    "5.4",
+    train_and_log,
+    log_cases,
+    """
+    * (count / sum(counts)) →
+        gradient and log are K times too large: every micro-batch's mean must be weighted by its
+        share of the tokens, which add up to 1.
+    logged += → logged =
+        the gradient is right, but the log has what was left in `loss`: the last micro-batch's
+        part of the window's loss.
+    += loss.item() → += loss.item() * sum(counts) / count / len(window)
+        the gradient is right, but the log is a mean of means: a micro-batch of few tokens counts
+        as much as one of many.
+    count / sum(counts)) → 1 / len(window))
+        the losses are divided by K, or weighted by their rows. So gradient and log are a mean of
+        means: weight each micro-batch by its share of the tokens.
+    count_targets(micro["labels"]) → (micro["labels"] != -100).sum().item()
+        position 0 of each row is counted, and nothing predicts it: count labels[:, 1:], as
+        count_targets does.
+    count_targets(micro["labels"]) → micro["labels"].numel()
+        padding has weight here: a micro-batch's share is its predicted tokens, not all of its
+        labels.
+    loss.item() → loss
+        the number is right, but it is a tensor with a graph: it keeps 4 bytes a loss after
+        backward, and all activations if backward has not run, as in an evaluation; log
+        loss.item().
+    loss.backward() →
+    loss.item() → loss
+    return logged → logged.backward(); return logged.item()
+        one backward at the end keeps every micro-batch's graph until then: call backward for each.
+    """,
 )
 
 # 5.5

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ....names import CATEGORIES, IGNORED
+from ....names import IGNORED
 from ....techniques.accumulation import split
 from ....techniques.checkpointing import checkpoint_layers
 from ....training.recipe import Recipe
@@ -81,6 +81,85 @@ ERROR = Exercise(
     free + idle >= asked → free + idle < asked
         in_pieces is turned round: the bytes are there, in pieces, where free and idle bytes
         together are at least what was requested.
+    """,
+)
+
+# 6.2
+
+
+def with_rows(moments, rows, new) -> float:
+    """The peak with ``new`` rows, from the highest moment of each phase with ``rows`` (bytes by
+    category).
+    """
+    peaks = []
+    for phase, parts in moments.items():
+        peak = 0
+        for name, nbytes in parts.items():
+            of_batch = name in ("activations", "temporaries", "other")
+            if of_batch and phase != "optimizer_step":
+                nbytes = nbytes * new / rows
+            peak += nbytes
+        peaks.append(peak)
+    return max(peaks)
+
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporaries", "other")
+
+PHASES = ("forward", "backward", "optimizer_step")
+
+# Rows and new rows, and what is not 0 in the three moments.
+PEAKS = """
+    shown  8 4   backward activations 80
+    shown  8 4   forward activations 80
+    shown  8 4   forward other 80
+    shown  8 4   backward temporaries 80
+    shown  8 4   optimizer_step temporaries 80
+    shown  8 4   backward parameters 80
+    shown  8 4   backward gradients 80
+    shown  8 4   forward optimizer 80
+    shown  8 2   backward activations 24 backward optimizer 7 optimizer_step gradients 9
+    shown  6 15  backward activations 24 backward optimizer 7 optimizer_step gradients 9
+    shown  3 2   backward activations 24 backward optimizer 7 optimizer_step gradients 9
+    shown  4 2   forward activations 50 backward activations 70 optimizer_step gradients 60
+    shown  2 6   forward activations 70 backward gradients 40 backward activations 40
+    hidden 16 4  forward other 4 backward activations 600 optimizer_step optimizer 200
+    hidden 6 12  forward other 400 backward temporaries 420 optimizer_step temporaries 90
+"""
+
+
+def rows_cases(answer):
+    for line in PEAKS.strip().splitlines():
+        shown, rows, new, *peaks = line.split()
+        moments = {phase: dict.fromkeys(CATEGORIES, 0) for phase in PHASES}
+        for phase, name, nbytes in zip(peaks[::3], peaks[1::3], peaks[2::3], strict=True):
+            moments[phase][name] = int(nbytes)
+        kind = Hidden if shown == "hidden" else str
+        case = kind(f"{rows} rows, {new} new, and at the peaks the bytes {' '.join(peaks)}")
+        yield case, answer(moments, int(rows), int(new))
+
+
+ROWS = Exercise(
+    "6.2",
+    with_rows,
+    rows_cases,
+    """
+    new / rows → rows / new
+        the factor is upside down: it is new / rows.
+    nbytes * new / rows → nbytes
+        the number of rows has no effect on your answer.
+    , "other" →
+        `other` is not scaled: it holds the token ids, and they belong to the batch too.
+    "temporaries",  →
+        the temporaries of forward and backward are not scaled: they are the logits' gradients,
+        which grow with the rows.
+    of_batch and phase != "optimizer_step" → True
+        everything is scaled, weights and states too: they do not depend on the batch.
+    of_batch and phase != "optimizer_step" → of_batch
+        the optimizer's step is scaled: its temporaries are as large as the weights it works on.
+    nbytes * new / rows → nbytes * (new // rows)
+        the factor is rounded to a whole number: divide by /, which gives a fraction.
+    max(peaks) → sum(peaks)
+        the moments are added: they come one after another, so the highest one counts.
     """,
 )
 

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from ....measure.storages import tensors_in
 from ....measure.tracker import MemoryTracker
 from ....model.configs import find_model
 from ....techniques.optimizers import code_table
 from ....training.recipe import Recipe
 from ....units import MiB, format_bytes
 from ...judge.compare import Measured, plain_int
-from ...judge.exercise import Exercise, Unusable, measured
+from ...judge.exercise import Exercise, Unusable, calls, measured
 from ..shared.every_linear import without_needless_targets
 from ..shared.seen import drawn, gradient_of, largest_first
 from ..shared.settings import flat, quietly, trained_of, weights_of
@@ -513,6 +514,109 @@ LOSS = Exercise(
     tolerance=1e-4,
 )
 
+# 9.9
+
+
+def adam_update(
+    g: torch.Tensor, state: dict, beta1: float = 0.9, beta2: float = 0.999, eps: float = 1e-8
+) -> torch.Tensor:
+    """Adam's update (without lr) for a gradient ``g`` of any shape. The moments and their count
+    live in ``state["adam_update"]``, so that all other names in ``state`` are free.
+    """
+    own = state.setdefault("adam_update", {})
+    own["t"] = t = own.get("t", 0) + 1
+    m = own.setdefault("m", torch.zeros_like(g)).lerp_(g, 1 - beta1)
+    v = own.setdefault("v", torch.zeros_like(g)).lerp_(g * g, 1 - beta2)
+    return m / (1 - beta1**t) / ((v / (1 - beta2**t)).sqrt() + eps)
+
+
+@torch.no_grad()
+def galore_step(p, state, rank, every, lr, scale) -> None:
+    """Adam on ``p``'s gradient, projected to ``rank`` directions of its shorter side (Zhao et al.
+    2024, algorithm 2).
+    """
+    G, wide = p.grad, p.shape[0] <= p.shape[1]
+    call = state["call"] = state.get("call", -1) + 1
+    if call % every == 0:
+        U, _, Vh = torch.linalg.svd(G, full_matrices=False)
+        state["P"] = (U[:, :rank] if wide else Vh[:rank].T).clone()
+    P = state["P"]
+    small = P.T @ G if wide else G @ P
+    update = adam_update(small, state)
+    p -= lr * scale * (P @ update if wide else update @ P.T)
+
+
+MATRICES = (  # name, seeds of the gradients, shape, settings (rank, every, lr, scale)
+    (
+        "6 × 9, rank 2, a new P every 2 calls, the same G in each call",
+        (1, 1, 1, 1),
+        (6, 9),
+        (2, 2, 0.1, 0.5),
+    ),
+    ("15 × 5, rank 3, a new P every 3 calls", (1, 2, 3, 4), (15, 5), (3, 3, 0.02, 0.5)),
+)
+
+
+def galore_run(answer, name, seeds, shape, settings):
+    """The cases after each step."""
+    start, mean, state = drawn(0, *shape).double(), 0.0, {}
+    p = nn.Parameter(start.clone())
+    _, every, lr, scale = settings
+    for number, seed in enumerate(seeds, 1):
+        gradient = drawn(seed, *shape).double()
+        if number == seed == every:
+            # A decomposition may give a direction either sign. The first moment becomes 0 here, so
+            # that it fits both signs of the new directions.
+            gradient = -9 * mean
+        mean = 0.9 * mean + 0.1 * gradient
+        p.grad = gradient
+        answer(p, state, *settings)
+        kept = 0
+        for t in tensors_in([state]):
+            if t.numel() > 1:
+                kept += t.untyped_storage().nbytes() // t.element_size()
+        after = f"{name}, after call {number}"
+        yield f"{after}: p.grad, which is only read", gradient_of(p)
+        moved = (p.detach() - start) / lr / scale
+        yield f"{after}: how far p is from its start, in lr * scale", moved
+        yield f"{after}: numbers in the tensors of `state`, and behind views", kept
+
+
+def galore_cases(answer):
+    for matrix in MATRICES:
+        yield from galore_run(answer, *matrix)
+
+
+GALORE = Exercise(
+    "9.9",
+    galore_step,
+    galore_cases,
+    """
+    p.shape[0] <= p.shape[1] → p.shape[0] > p.shape[1]
+        P is on the wrong side of the gradient: P has a row for each number of the shorter side,
+        as (rows, rank) for a wide matrix.
+    p.shape[0] <= p.shape[1] → True
+        a tall matrix is projected from the left too, along its longer side: for a tall matrix P
+        comes from Vh, and the small gradient is G @ P.
+    if call % every == 0 → if True
+        P is renewed in each step: each time this costs an SVD, and the moments belong to the old
+        directions; renew it in every `every`-th call.
+    if call % every == 0 → if call == 0
+        P is never renewed: the gradient's directions change, so take new ones in every `every`-th
+        call.
+    .clone() →
+        P is a view, and a view keeps all of the storage that it was cut from: .clone() it.
+    state["P"] = ( → state.pop("adam_update", None); state["P"] = (
+        the moments begin again with each new P: replace only P, and keep the moments.
+    lr * scale → lr
+        the scale is missing: subtract lr * scale times the update.
+    adam_update(small, state) → (lambda u: P.T @ u if wide else u @ P)(adam_update(G, state))
+        the moments are as large as the whole matrix: pass the small gradient to adam_update, and
+        map its update back.
+    """,
+    changes="p state",
+)
+
 # 9.2
 
 
@@ -566,4 +670,49 @@ FACTORED = Exercise(
         v is made of this step's sums alone: make it of the averages, `row` and `column`.
     """,
     changes="row column",
+)
+
+# 9.6
+
+
+def nf4_bytes(numbers, block, group) -> int:
+    """The bytes of a matrix of ``numbers`` in NF4 with double quantization: 4 bits each; a byte for
+    each ``block`` of them; a float32 for each ``group`` of these bytes; and one for their mean.
+    """
+    blocks = -(-numbers // block)
+    return -(-numbers // 2) + blocks + 4 * -(-blocks // group) + 4
+
+
+NF4 = Exercise(
+    "9.6",
+    nf4_bytes,
+    calls(
+        (64, 64, 256),
+        (77, 16, 3),
+        (4096 * 11008, 64, 256),
+        hidden=[(455, 10, 4)],
+    ),
+    """
+    + blocks + 4 * -(-blocks // group) + 4 → + 4 * blocks
+        a block's absmax has 4 bytes here: double quantization makes it one byte, and keeps one
+        float32 for each group of them.
+    + blocks + → + 4 * blocks +
+        each block's absmax has 4 bytes here: double quantization makes it one byte.
+    // group) + 4 → // group)
+        the mean of all absmax values, one float32 of 4 bytes, is missing.
+    -(-numbers // block) → numbers // block
+    -(-numbers // 2) → numbers // 2
+    -(-blocks // group) → (blocks // group)
+        a last pair, block or group that is not full counts too: round up.
+    -(-numbers // block) → numbers // block + 1
+    -(-blocks // group) → (blocks // group + 1)
+        one too many is counted where the last block or group is full: -(-a // b) rounds up.
+    -(-numbers // 2) → numbers
+        a number takes one byte here: two numbers of 4 bits share one byte.
+    -(-blocks // group) → -(-numbers // group)
+        a group is made of absmax values, not of weights: there is one float32 for each `group`
+        blocks.
+    4 * -(-blocks → 2 * -(-blocks
+        a group's scale has 2 bytes here: it is a float32, of 4.
+    """,
 )

@@ -161,6 +161,11 @@ RIGHT = {
         "softmax - log_sum_exp → 4.0 * batch * heads * seq_len * (seq_len - 1)",
         "softmax - log_sum_exp → 8 * batch * heads * sum(range(seq_len))",
     ],
+    "1.4": [
+        "3 * 4 * batch * seq_len * vocab → 3 * (batch * seq_len * vocab << 2)",
+        "3 * 4 → 12.0",
+        'return → return 3 * torch.empty(batch, seq_len, vocab, device="meta").nbytes or',
+    ],
     "1.5": [
         # the names that two recipes had at first
         """"autocast-bf16": → "autocast":
@@ -224,6 +229,13 @@ WRONG = {
         "softmax - log_sum_exp → softmax - log_sum_exp / 2",
         "softmax - log_sum_exp → softmax + 3 * log_sum_exp",
         "softmax - log_sum_exp → (softmax - log_sum_exp) / 1024",
+    ],
+    "1.4": [
+        "* vocab → + vocab",
+        "3 * 4 * batch * seq_len → 3 * 4 * batch * seq_len * seq_len",
+        "3 * 4 * batch → 12",
+        "3 * 4 → 10",
+        "return → return [] and",
     ],
     "1.5": [
         "[recipe] → ['float32']",

@@ -2,6 +2,8 @@
 ones in unusual forms, and wrong ones.
 """
 
+import math
+
 import numpy as np
 import torch
 
@@ -83,6 +85,11 @@ RIGHT = {
         flattened(lambda p: p.t() if p.ndim == 2 else p),
         "p.mul_(1 - lr * weight_decay) → p.lerp_(torch.zeros_like(p), lr * weight_decay)",
     ],
+    "2.5": [
+        lambda x: 2.0 ** (math.frexp(x)[1] - 9),
+        lambda x: float(np.spacing(np.float32(x))) * 2**15,
+        lambda x: float.fromhex("0x1p" + float(x).hex().split("p")[1]) / 256,
+    ],
     "2.6": [
         row_by_row,
         """
@@ -142,6 +149,12 @@ WRONG = {
         "p.mul_(1 - lr * weight_decay) → p.mul_(1 - lr * weight_decay * (p.ndim > 1))",
         "p.mul_(1 - lr * weight_decay) → p.mul_(2.718281828**(-lr * weight_decay))",
         "p.mul_(1 - lr * weight_decay) → p.mul_(1 - lr * weight_decay * (not state))",
+    ],
+    "2.5": [
+        lambda x: {1.0: 2**-8, 0.5: 2**-9, 1.9921875: 2**-8}.get(x, 2**-7),
+        lambda x: 2.0 ** (math.ceil(math.log2(x)) - 9),
+        lambda x: 2.0 ** (math.floor(math.log(x)) - 8),
+        lambda x: math.floor(math.log2(x)) - 8,
     ],
     "2.6": [
         by_torch(torch.optim.AdamW),

@@ -115,6 +115,30 @@ def frozen_reduced(embedding, layers, ids):
     return reduce(lambda h, layer: checkpoint(layer, h, use_reentrant=True), layers, x)
 
 
+def recursive(layers, x, k):
+    if not len(layers):
+        return x
+    return recursive(layers[k:], checkpoint(layers[:k], x, use_reentrant=False), k)
+
+
+def in_groups(layers, x, k):
+    """Without slices of the Sequential."""
+    for start in range(0, len(layers), k):
+        group = list(layers)[start : start + k]
+        run = lambda h, group=group: reduce(lambda h, layer: layer(h), group, h)  # noqa: E731
+        x = checkpoint(run, x, use_reentrant=False)
+    return x
+
+
+def as_equal_as_possible(layers, x, k):
+    """Segments of 4 and 3 where 5 and 2 were asked for."""
+    segments = math.ceil(len(layers) / k)
+    for start in range(0, len(layers), math.ceil(len(layers) / segments)):
+        stop = start + math.ceil(len(layers) / segments)
+        x = checkpoint(layers[start:stop], x, use_reentrant=False)
+    return x
+
+
 def peaks(n, a, x):
     return [kept_at_peak(uniform_segments(n, k), a, x) for k in range(1, n + 1)]
 
@@ -174,6 +198,7 @@ RIGHT = {
         frozen_reduced,
         f"embedding(ids) → {DETACHED}".replace("x.", "embedding(ids)."),
     ],
+    "4.4": [recursive, in_groups],
     "4.5": [
         lambda lengths, a, x: (torch.tensor(lengths) * a + torch.arange(len(lengths)) * x).max(),
         lambda lengths, a, x: float(sorted(i * x + m * a for i, m in enumerate(lengths))[-1]),
@@ -224,6 +249,14 @@ WRONG = {
         "x = checkpoint(layer, x, use_reentrant=True)",
         "x = embedding(ids).requires_grad_() → embedding.register_forward_hook(lambda m, i, out: "
         "out.requires_grad_()); x = embedding(ids)",
+    ],
+    "4.4": [
+        as_equal_as_possible,
+        "range(0, len(layers), k) → range(0, len(x), k)",
+        "x = checkpoint(layers → x = checkpoint(layers, x, use_reentrant=False); checkpoint(layers",
+        "], x, → ], x.detach().requires_grad_(),",
+        "return x → return x.clone().detach().requires_grad_()",
+        "return x → layers.last = x; return x",
     ],
     "4.5": [
         "i * x → len(lengths) * x",

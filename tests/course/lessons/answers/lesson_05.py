@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
 from transformers.trainer_pt_utils import LayerWiseDummyOptimizer
 
-from gradmem_lib import LoRALinear, count_targets, split
+from gradmem_lib import LoRALinear, count_targets, next_token_loss, split
 from gradmem_lib.course.lessons.lesson_05.exercises_leak import train_on
 
 # 5.2
@@ -61,6 +61,20 @@ def scheduled_by(schedule_of):
             optimizer.zero_grad()
 
     return train_epoch
+
+
+# 5.4
+
+
+def by_sums(model, window):
+    total = sum(count_targets(micro["labels"]) for micro in window)
+    logged = torch.zeros(())
+    for micro in window:
+        loss = next_token_loss(model, micro)[0] / total
+        loss.backward()
+        logged += loss.detach()
+        del loss
+    return logged
 
 
 # 5.6
@@ -180,6 +194,11 @@ RIGHT = {
         "accumulate(micro → accumulate(torch.stack(micro\nwindow]) → window]))",
         "zero_grad() → zero_grad(set_to_none=False)",
     ],
+    "5.4": [
+        by_sums,
+        "loss.item() → loss.detach()",
+        "return logged → nn.utils.clip_grad_norm_(model.parameters(), math.inf); return logged",
+    ],
     "5.5": [
         CAST + "model.to(torch.float32)",
         CAST + "[setattr(p, 'data', p.data.float()) for p in model.parameters()]",
@@ -190,6 +209,13 @@ RIGHT = {
     "5.9": [
         "lr=lr) for → lr=lr, fused=True) for",
         "return LayerWise → return torch.optim.SGD([torch.zeros(1)], lr); return LayerWise",
+    ],
+    "5.10": [
+        block_by_block(False),
+        "every=1 → every=2",
+        "loss.backward() →\noptimizer.step() → loss.backward(); optimizer.step()",
+        "zero_grad() → zero_grad(set_to_none=False)",
+        "loss.item() → loss.detach()",
     ],
     "5.11": [
         lambda: (2, in_a_function),
@@ -222,6 +248,13 @@ WRONG = {
         "range(0, len(micro_batches), window) → range(0, len(micro_batches) - window + 1, window)",
         'schedule.step() → schedule.step(); optimizer.param_groups[0]["weight_decay"] = 0.3',
         "range(0, len(micro_batches), window) → [0, *range(0, len(micro_batches), window)]",
+    ],
+    "5.4": [
+        "return logged → nn.utils.clip_grad_norm_(model.parameters(), 10.0); return logged",
+        "return logged → nn.utils.clip_grad_value_(model.parameters(), 1.0); return logged",
+        "model(**micro).loss → (micro.update(kept=model(**micro)) or micro['kept']).loss",
+        'count_targets(micro["labels"]) → len(micro["labels"])',
+        "loss.item() → loss.item() * sum(counts)",
     ],
     "5.5": [
         CAST + "model.double()",
@@ -258,6 +291,14 @@ WRONG = {
         "if p.requires_grad → if p.requires_grad and p.dim() == 1",
         "return LayerWise → return list(optimizers.values()); return LayerWise",
         "0, steps) → 0, 3)",
+    ],
+    "5.10": [
+        in_halves,
+        block_by_block(True),
+        block_by_block(False, preserve_rng_state=False),
+        "loss = → torch.rand(3); loss =",
+        'model(batch["x"]) → torch.autocast("cpu", torch.bfloat16)(model)(batch["x"])',
+        "return → model.eval(); return",
     ],
     "5.11": [
         lambda: (2, lambda *given: by_arrays(*given, kept=True)),

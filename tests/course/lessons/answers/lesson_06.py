@@ -18,6 +18,22 @@ def in_steps(asked, total, free, process, allocated, idle):
     return found | {"context": torch.tensor(process - (allocated + idle))}
 
 
+def in_whole_bytes(moments, rows, new):
+    peaks = []
+    for phase, parts in moments.items():
+        parts = dict(parts)
+        if phase != "optimizer_step":
+            for name in ("activations", "temporaries", "other"):
+                parts[name] = parts[name] * new // rows
+        peaks.append(sum(parts.values()))
+    return torch.tensor(peaks).max()
+
+
+def only_the_peak(moments, rows, new):
+    peak = max(moments, key=lambda phase: sum(moments[phase].values()))
+    return in_whole_bytes({peak: moments[peak]}, rows, new)
+
+
 def checkpointed(model, optimizer, images, labels):
     with checkpoint_layers(model.blocks, 1):
         loss = F.cross_entropy(model(images), labels)
@@ -122,6 +138,7 @@ def counted():
 
 RIGHT = {
     "6.1": [in_steps, "free + idle >= asked → not asked > free + idle"],
+    "6.2": [in_whole_bytes, "nbytes * new / rows → nbytes / rows * new"],
     "6.3": [
         checkpointed,
         by_hand,
@@ -155,6 +172,13 @@ WRONG = {
         "free + idle >= asked → free + idle + asked",
         "free + idle >= asked → total >= asked",
         "free + idle >= asked → asked > free",
+    ],
+    "6.2": [
+        only_the_peak,
+        "max(peaks) → max(peaks[:2])",
+        "nbytes * new / rows → nbytes * max(1, new // rows)",
+        '"other") → "other", "optimizer")',
+        "max(peaks) → min(peaks)",
     ],
     "6.3": [
         one_checkpoint,

@@ -95,6 +95,9 @@ RIGHT = {
         torch.zeros(base.out_features, rank) → torch.zeros(rank, base.out_features)
         F.linear(F.linear(x, self.A), self.B) → (x @ self.A @ self.B)""",
     ],
+    "9.6": [
+        lambda n, b, g: torch.tensor(math.ceil(n / 2) + -(-n // b) + 4 * (1 - (-n // b) // g)),
+    ],
     "9.7": [
         """ctx.save_for_backward(hidden.grad, weight.grad) → ctx.kept = hidden.grad, weight.grad
         gradient * d_loss for gradient in ctx.saved_tensors → g.mul_(d_loss) for g in ctx.kept""",
@@ -107,6 +110,13 @@ RIGHT = {
         "(12, every_weight), (40, adapters) → [12.0, every_weight], [torch.tensor(40), adapters]",
         "lora_rank=16 → lora_rank=16, lora_targets=('q_proj', 'k_proj', 'v_proj', 'o_proj', "
         "'gate_proj', 'up_proj', 'down_proj')",
+    ],
+    "9.9": [
+        """(G, full_matrices=False) → (G); U = torch.linalg.eigh(G @ G.T)[1].flip(1)
+        else Vh[:rank].T → else torch.linalg.eigh(G.T @ G)[1][:, -rank:]""",
+        "torch.linalg.svd(G, → torch.linalg.svd(-G,",
+        'state["call"] = state.get("call", -1) + 1 → state["t"] = state.get("t", -1) + 1',
+        "adam_update(small, state) → adam_update(small.float(), state).double()",
     ],
 }
 WRONG = {
@@ -158,6 +168,12 @@ WRONG = {
         "= base.requires_grad_(False) → = copy.deepcopy(base).requires_grad_(False)",
         "F.linear(F.linear(x, self.A), self.B) → F.linear(x, self.B @ self.A)",
     ],
+    "9.6": [
+        "-(-numbers // 2) → numbers // 2",
+        "-(-blocks // group) → (blocks // group)",
+        "-(-blocks // group) → (blocks // group + 1)",
+        lambda n, b, g: n * (0.5 + 1 / b + 4 / (b * g)) + 4,
+    ],
     "9.7": [
         """ctx.save_for_backward(hidden.grad, weight.grad) → F.kept = hidden.grad, weight.grad
         ctx.saved_tensors → F.kept""",
@@ -176,5 +192,14 @@ WRONG = {
         "(12, every_weight), (40, adapters) → (40, adapters), (40, adapters)",
         "lora_rank=16 → lora_rank=16, lora_targets=('q_proj',)",
         "(12, every_weight), (40, adapters) → every_weight",
+    ],
+    "9.9": [
+        'state["P"] = ( → state.get("adam_update", {}).pop("m", None); state["P"] = (',
+        "call % every == 0 → call % every == min(call, 1)",
+        """U, _, Vh = torch.linalg.svd(G, full_matrices=False) → U = torch.linalg.qr(G).Q
+        else Vh[:rank].T) → else torch.linalg.qr(G.T).Q[:, :rank])""",
+        'update = adam → state["small"] = small; update = adam',
+        "Vh[:rank] → Vh[:2]",
+        "lr * scale * ( → lr * (",
     ],
 }
