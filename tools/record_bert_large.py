@@ -99,7 +99,8 @@ def replay(run: Run, stage: str = STAGES[-1]) -> Replayed:
         if "old AdamW" in of_2022 and recipe.optimizer == "adamw":
             optimizer = AdamWOf2022(prepared.model.parameters())
         if "gradients zeroed" in of_2022:
-            optimizer.zero_grad = _zeroing(optimizer)
+            for owner in (optimizer, prepared.model):  # both are asked to let gradients go
+                owner.zero_grad = _zeroing(owner)
         stack.enter_context(cuda_kernels.kernels(recipe.autocast_dtype))
         with CudaRecorder(prepared.model, optimizer) as recorder:
             for _ in range(2):
@@ -108,8 +109,8 @@ def replay(run: Run, stage: str = STAGES[-1]) -> Replayed:
     return Replayed(int(trace.rows[:, TOTAL].max()), allocator.replayed(trace.requests))
 
 
-def _zeroing(optimizer: Optimizer) -> Callable:
-    zero_grad = optimizer.zero_grad
+def _zeroing(owner: Optimizer | torch.nn.Module) -> Callable:
+    zero_grad = owner.zero_grad
     return lambda set_to_none=True: zero_grad(set_to_none=False)
 
 
