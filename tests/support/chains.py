@@ -16,14 +16,15 @@ class Layer(nn.Module):
 
     def __init__(self, index: int, calls: list[int], ratio: int = 3):
         super().__init__()
-        self.index, self.calls = index, calls
+        self.index = index
+        self.write_down = calls.append  # a list of its own would be put back after a second run
         self.inside = nn.Sequential(
             nn.Linear(8, 8 * ratio), nn.ReLU(inplace=True), nn.Linear(8 * ratio, 8)
         )
         self.requires_grad_(False)
 
     def forward(self, x):
-        self.calls.append(self.index)
+        self.write_down(self.index)
         return x + self.inside(x)
 
 
