@@ -40,13 +40,15 @@ class Bar:
 
 
 def bars(solutions: Path) -> list[Bar]:
-    """A bar for each solution in the folder that has made the run, as it printed its last one."""
+    """A bar for each solution in the folder that has made the run. Its first cell that makes it ends
+    the main path, and the last run there counts: a puzzle may make others.
+    """
     found = []
     for path in sorted(solutions.glob("*.ipynb")):
         notebook = nbformat.read(path, as_version=nbformat.NO_CONVERT)
         code = [cell for cell in notebook.cells if cell.cell_type == "code"]
         texts = [output.get("text", "") for cell in code for output in cell.outputs]
-        printed = PRINTED.findall("\n".join(texts))
+        printed = next(filter(None, map(PRINTED.findall, texts)), None)
         if printed:
             *phases, card = map(float, printed[-1])
             title = re.match(r"# \d\d · ([^\n,]+)", notebook.cells[0].source)[1]
