@@ -40,8 +40,8 @@ class Bar:
 
 
 def bars(solutions: Path) -> list[Bar]:
-    """A bar for each solution in the folder that has made the run. Its first cell that makes it ends
-    the main path, and the last run there counts: a puzzle may make others.
+    """A bar for each solution in the folder that has made the run: the last one of the first cell
+    that makes it. A puzzle may make others.
     """
     found = []
     for path in sorted(solutions.glob("*.ipynb")):
