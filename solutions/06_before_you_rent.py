@@ -200,7 +200,9 @@ except BudgetExceeded as exceeded:
 # ## 2 · Predict
 #
 # `predict` runs the training step on *fake tensors*, which have a shape and a dtype and no bytes. Where many layers are
-# alike, it runs only a few of them. How good is that? Try one long row with eager attention:
+# alike, it runs only a few of them. How good is that? Try one long row with eager attention. SmolLM2's weights are
+# {{4 * shape.parameters / 2**30:.2f}} GiB in float32, its gradients as much, and AdamW's states twice that. Activations come
+# on top, and shrink while the gradients grow:
 
 # %%
 guess_b = predict_first(
