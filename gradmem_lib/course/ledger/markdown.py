@@ -34,11 +34,9 @@ PAGE = """\
 # Claims ledger
 
 Here is what five documents about training memory say ({{ findings | length }} claims, in our \
-words), and what the course finds.
-{{ findings | length }} are answered: {{ totals | join(", ") }}.
+words), and what the course finds: {{ totals | join(", ") }}.
 GB is 1,000,000,000 bytes, GiB is 1,073,741,824.
-`python -m gradmem_lib.course.ledger --write` writes this page, and a test computes \
-every entry again.
+`python -m gradmem_lib.course.ledger --write` writes this page; a test computes it again.
 
 | Claim | Claimed | Found | Verdict |
 |---|---|---|---|
@@ -90,8 +88,8 @@ Shown here alone: lesson {{ lesson_of[id] }} is about it.
 {% endfor %}
 ## Documents
 
-{% for key, title in documents.items() %}
-- {{ key }}: {{ title }}
+{% for title in documents.values() %}
+- {{ title }}
 {% endfor %}
 """
 

@@ -293,9 +293,11 @@ def estimate(
     momentum: float = 0.0,
     attention: str = "fused",
     checkpointing: str | int | None = None,
+    accumulated: bool = False,
 ) -> Estimate:
     """The peak of one ordinary step: forward, backward, optimizer step,
-    ``zero_grad(set_to_none=True)``.
+    ``zero_grad(set_to_none=True)``. ``accumulated``: an earlier micro-batch, of ``batch_size`` rows
+    too, has left its gradients.
 
     Exact: parameters, gradients, optimizer states, saved activations, the logits' spike.
     Approximate: temporaries inside a block's backward and inside the optimizer, and the order in
@@ -316,6 +318,8 @@ def estimate(
     fixed = resident | {"other": saved["token ids"]}
 
     def moment(name: str, activations: int, gradients: int, temporaries: int) -> None:
+        if accumulated:
+            gradients = resident["gradients"]
         now = {"gradients": gradients, "activations": activations, "temporaries": temporaries}
         moments[name] = {category: (fixed | now)[category] for category in CATEGORIES}
 

@@ -146,13 +146,13 @@ def moving_averages() -> Finding:
         own=(
             about("Adam's m keeps", "90%", m_keeps, within=1e-9),
             about("v keeps", "99.9%", v_keeps, within=1e-9),
-            yes("each takes the rest of the new one", rest < 1e-9),
+            yes("the rest of each is new", rest < 1e-9),
         ),
         says=f"""
             holds: PyTorch's Adam does this by default.
             fails: A step of PyTorch's Adam with its default betas does something else.
             why: In other words, m forgets half of a gradient in {half_of_m:.1f} steps,
-                and v forgets half of its square in {half_of_v:.0f}.
+                and v forgets half of a squared gradient in {half_of_v:.0f}.
             """,
     )
 
@@ -183,7 +183,7 @@ def five_modules() -> Finding:
             why: Autograd saves {len(saved)} tensors in {len(storages)} storages: the input,
                 {len(parameters)} weight matrices, and {len(intermediate)} intermediate
                 results. Each of these results is used twice, by its ReLU and by the next Linear.
-                The outputs of the Linears, and so the network's output, are not kept.
+                The outputs of the Linears are not kept; a loss may keep the last one.
             """,
         figures={
             "tensors handed to autograd, count": len(saved),
@@ -199,10 +199,10 @@ def no_fit() -> Finding:
     return Finding(
         own=yes("a PyTorch module has fit", hasattr(nn.Module, "fit")),
         says="""
-            fails: A PyTorch module has no fit(); the call net(x) runs the forward pass.
+            fails: A PyTorch module has no fit(); model(X) runs the forward pass.
             holds: This version of PyTorch has nn.Module.fit.
-            why: In libraries that have a fit(), it runs the whole training loop, not one
-                forward pass.
+            why: In libraries that have a fit(), such as Keras, it runs the whole training loop,
+                not one forward pass.
             """,
     )
 
@@ -236,7 +236,7 @@ def gradients_and_batch() -> Finding:
             more("activations, 4 times the sequence", fused),
         ),
         says=f"""
-            holds: Gradients have the shapes of the parameters for any batch.
+            holds: Gradients have the shapes of the parameters; each token adds activations.
             fails: Gradients or activations behave differently here.
             why: With four times the sequence, activations grow {fused:.1f} times under fused
                 attention but {eager:.1f} times under eager attention, whose scores grow with the
@@ -307,7 +307,7 @@ def one_point_three_billion() -> Finding:
         own=about("1.3B in its own loop (autocast)", "10.4 GB", totals["autocast-bf16"]),
         where=about("all in 2 bytes", "10.4 GB", totals["bf16"]),
         says="""
-            only if: all numbers take 2 bytes, even Adam's states; the document's own loop uses
+            only if: all numbers take 2 bytes, even Adam's states; its own loop uses
                 autocast, which keeps twice as much.
             fails: No recipe keeps that much.
             why: Autocast multiplies in bf16 and keeps weights, gradients and states in float32.

@@ -66,14 +66,15 @@ def long_sequence() -> Finding:
     softmax, fused = _softmax(8, seq), accounting.attention_activations(SEVEN, 8, seq)
     lse = fused["attention: log-sum-exp"]
     return Finding(
-        own=about("scores of a layer at its batch of 8", "8 GB", one_copy[8]),
-        beyond=about("at a batch of 2", "8 GB", one_copy[2]),
+        own=about("scores of a layer, batch 8", "8 GB", one_copy[8]),
+        beyond=about("the same, batch 2", "8 GB", one_copy[2]),
         says=f"""
             fails: Its own batch of 8 needs four times as much: 4 times the sequence makes the
                 scores 16 times as large, not 4.
             holds: One copy of the scores at its own batch is that large.
-            why: For this batch, eager attention really keeps {gb(softmax)} of softmax. Fused
-                attention keeps no scores, only one number for each row: {lse:,} bytes.
+            why: For this batch, eager attention really keeps {gb(softmax)}, since softmax is kept
+                in float32 and in bf16. Fused attention keeps no scores, only one number for each
+                query of each head: {lse:,} bytes.
             """,
         figures=each("one bf16 copy of the scores, batch {}", one_copy),
     )

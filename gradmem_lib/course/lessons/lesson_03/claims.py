@@ -95,10 +95,15 @@ def gradients_live_longer() -> Finding:
     return Finding(
         own=(
             less(
-                "bytes of gradients, 4 x 8 / 32", _most(cut, "gradients") / _most(one, "gradients")
+                "bytes of gradients, 4 micro-batches / one",
+                _most(cut, "gradients") / _most(one, "gradients"),
             ),
             Figure(
-                "forward that finds gradients, 4 x 8", "less", after, high=before - 0.01, unit="%"
+                "forward operations with gradients alive",
+                "less",
+                after,
+                high=before - 0.01,
+                unit="%",
             ),
         ),
         says="""
@@ -200,13 +205,12 @@ def three_quarters() -> Finding:
             about("of the peak, 8 tokens a row", "75%", found[8, "peak"][2]),
         ),
         says="""
-            only if: activations are meant, as in its own formula, batch x sequence x hidden;
-                the whole peak falls by less.
+            only if: activations are meant, as in its own formula; the whole peak falls by less.
             fails: The activations of 8 sequences are not a quarter of those of 32.
             why: Parameters, gradients and optimizer states do not shrink. With fewer tokens,
-                there is less to save.
+                activations are a smaller share of the peak.
             """,
-        figures=each("sequences of {}: {}, 32 / 4 x 8", found, "{:,} / {:,}, {:.0%} less"),
+        figures=each("rows of {} tokens: {}, 32 / 4 x 8", found, "{:,} / {:,}, {:.0%} less"),
     )
 
 

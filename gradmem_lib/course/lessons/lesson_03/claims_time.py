@@ -54,18 +54,18 @@ def the_same_samples_take_longer() -> Finding:
     one, cut = _work(1)[0], _work(8)[0]
     times = _times("accumulated")
     return Finding(
-        own=more("time in its table, 1 x 4 / 4", _published()),
+        own=more("time in C13's table, 1 x 4 / 4", _published()),
         elsewhere=(
             more("time on our CPU, 4 micro-batches", times["4"]),
-            more("our CPU record, 16 micro-batches", times["16"]),
+            more("the same, 16 micro-batches", times["16"]),
         ),
         says=f"""
-            only if: micro-batches are too small for the device, as the rows of its table;
-                larger ones cost little or no time.
-            fails: Its own table says otherwise.
-            why: The same samples need more and smaller operations: {cut / one:.1f} times
-                as many for 8 micro-batches. Accumulation is less work than an update after every
-                micro-batch, since the optimizer steps once.
+            only if: micro-batches are too small for the device, as in C13's table; larger ones
+                cost little or no time.
+            fails: C13's table says otherwise.
+            why: The primer says only that it can take longer. The same samples need more and
+                smaller operations: {cut / one:.1f} times as many for 8 micro-batches. Accumulation
+                is less work than an update after every micro-batch, since the optimizer steps once.
             """,
         figures={"operations, one batch of 32": one, "operations, 8 x 4 accumulated": cut}
         | _recorded_figures("accumulated")

@@ -90,28 +90,39 @@ def _cached_step(use_cache: bool, change: Callable):
     return peak, gradient(model)
 
 
+def _eager_by_hand(model) -> None:
+    model.set_attn_implementation("eager")
+    checkpoint_by_hand(False, model)
+
+
 @answers("C43")
 def cache_off() -> Finding:
     off, reference = _cached_step(False, enable_checkpointing)
     on, cached = _cached_step(True, enable_checkpointing)
-    _, by_hand = _cached_step(True, partial(checkpoint_by_hand, True))
+    by_hand = {}
+    for kind in (True, False):
+        left_off, right = _cached_step(False, partial(checkpoint_by_hand, kind))
+        peak, found = _cached_step(True, partial(checkpoint_by_hand, kind))
+        by_hand[kind] = error(found, right), peak / left_off
+    stopped = error_of(lambda: _cached_step(True, _eager_by_hand))
     trainer = trained(lambda model: setattr(model.config, "use_cache", True))
     return Finding(
         own=(
             some("gradient's error with the cache on", error(cached, reference)),
             more("peak, cache on / off", on / off),
         ),
-        where=some("gradient's error, reentrant by hand", error(by_hand, reference)),
+        where=some("gradient's error, reentrant by hand", by_hand[True][0]),
         says="""
-            only if: you write reentrant checkpoints by hand; transformers' own layers skip the
-                cache.
+            only if: you write the checkpoints by hand; transformers' layers skip the cache.
             holds: With the cache on, transformers' own checkpoints give wrong gradients or need
                 more memory.
             fails: The cache does no harm in any of these ways.
-            why: transformers warns once, and its Trainer sets use_cache to False in any case.
-                With torch's reentrant checkpoint around each layer, the second run finds the keys
-                of the first run in the cache. No gradient flows through these keys, and no warning
-                appears.
+            why: transformers warns once, and its Trainer sets use_cache to False unless you pass
+                use_cache=True. With torch's checkpoint written by hand around each layer, the
+                second run finds the keys of the first run in the cache. Eager attention, or a
+                padding mask, then ends in an error. Fused attention without a mask runs on without
+                a warning: with the reentrant kind the gradient is wrong, and with the other kind
+                the peak is higher.
             """,
         figures={
             "checkpointing as transformers does it: peak, use_cache=False": off,
@@ -120,7 +131,13 @@ def cache_off() -> Finding:
             "config.use_cache, set to True, after a Trainer was made": str(
                 trainer.model.config.use_cache
             ),
-        },
+            "by hand, eager attention, use_cache=True": stopped,
+        }
+        | each(
+            "by hand, use_reentrant={}: gradient's error, peak with the cache / without",
+            by_hand,
+            "{:.1%}, {:.2f}",
+        ),
     )
 
 

@@ -18,7 +18,7 @@ from ....prediction.predict import predict
 from ....techniques.checkpointing import checkpoint_layers
 from ....techniques.selective import checkpoint_parts
 from ...ledger import Finding, answers
-from ...ledger.finding import GB, Figure, about, between, each, gb, more, yes
+from ...ledger.finding import GB, Figure, about, between, each, gb, more, none
 from ...ledger.saved_tensors import block_operations
 from ...material import accounting
 from ...material.shapes import SHAPES
@@ -109,23 +109,28 @@ def _fitted(share: float) -> str:
     )
 
 
+def _layers(on: str) -> int:
+    """How many layers such a text names."""
+    return 0 if on == "no layer" else on.count(",") + 1
+
+
 @answers("C47")
 def checkpointing_auto() -> Finding:
     found = {on: switched_on(trained(gradient_checkpointing=on)) for on in ("auto", "no", False)}
     fitted = {share: _fitted(share) for share in (1, 0.8, 0.5)}
     return Finding(
-        own=yes('"auto" leaves it off where there is room', found["auto"] == found[False]),
+        own=none('"auto" with room, layers checkpointed', _layers(found["auto"])),
         beyond=(
-            yes('"no" leaves it off', found["no"] == found[False]),
-            yes('every="fit" leaves it off where there is room', fitted[1] == found[False]),
+            none('the same, "no"', _layers(found["no"])),
+            none('the same, every="fit"', _layers(fitted[1])),
         ),
         says=f"""
             fails: Transformers knows no "auto": any text, even "no", switches checkpointing on.
             holds: It stays off where there is room.
             why: The code only tests if the value is true, and every string with letters is
-                true, even "no". This model is tiny and far from any limit. checkpoint_layers(model,
-                every="fit", budget=...) predicts the step: with half the bytes that it needs,
-                {fitted[0.5]} of 4 layers are recomputed.
+                true, even "no". The model here is tiny and far from any limit. The course's
+                checkpoint_layers(model, every="fit", budget=...) predicts the step: with half the
+                bytes that it needs, {fitted[0.5]} of 4 layers are recomputed.
             """,
         figures=each("gradient_checkpointing={!r} switches on", found)
         | each('every="fit" with {:.0%} of the bytes runs again', fitted),
@@ -169,18 +174,17 @@ def moved_activations() -> Finding:
             within=0.1,
         ),
         elsewhere=between(
-            "off the peak of a step, all weights trained", "80 to 90%", off["peak", 2048, "moved"]
+            "off a step's peak, all weights trained", "80 to 90%", off["peak", 2048, "moved"]
         ),
         beyond=Figure("over the bus, away and back", "traffic", crossing, unit="GB"),
         says=f"""
-            only if: activations are meant; the peak of a step falls only where activations
-                cause it.
+            only if: activations are meant; a step's peak falls only where they cause it.
             fails: Moving saves a different share of the activations.
             why: One checkpoint per layer saves
-                {off["activations", 2048, "checkpointed"]:.0%} without a bus. To be
-                as fast as recomputing on an A100 at half its rated speed, a bus must carry
-                {needed / GB:.0f} GB a second. Moving only the inputs of checkpointed layers sends
-                {gb(inputs_crossing)} over it.
+                {off["activations", 2048, "checkpointed"]:.0%} without a bus. To be as fast as
+                recomputing on an A100 at half its rated speed, a bus must carry
+                {needed / GB:.0f} GB a second; PCIe 4 carries {card.bus / GB:.0f}. Moving only the
+                inputs of checkpointed layers sends {gb(inputs_crossing)} over it.
             needs: a card to measure the time; the bytes are predicted
             """,
         figures=each("off the {}, 1 x {}, {}", off, "{:.1%}")

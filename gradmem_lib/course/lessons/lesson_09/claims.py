@@ -49,11 +49,9 @@ def input_require_grads() -> Finding:
         learn[kind, "with"] = adapters_step(reentrant=kind, enable=True)
     by_hand = adapters_step(reentrant=True, enable=False, by_hand=True)
     return Finding(
-        own=none(
-            "adapters that learn without it, its own use_reentrant=False", learn[False, "without"]
-        ),
+        own=none("adapters learning without it, use_reentrant=False", learn[False, "without"]),
         where=none("the same, use_reentrant=True", learn[True, "without"]),
-        beyond=yes("left to you by transformers' switch", not _switch_does_it()),
+        beyond=yes("transformers' switch leaves the call to you", not _switch_does_it()),
         says="""
             only if: the checkpoints are reentrant and not made by transformers' switch, which
                 makes the call itself.
@@ -62,10 +60,10 @@ def input_require_grads() -> Finding:
                 used.
             why: A reentrant checkpoint looks only at its inputs. If no input requires a
                 gradient, as after a frozen embedding, its output requires none, even if weights
-                inside are trained. The other kind follows the graph.
-                activation_checkpointing_enable itself asks for the embedding's gradient, and PEFT
-                does so, too, when it wraps a model whose checkpoints are on: the call matters where
-                torch's checkpoint is written by hand.
+                inside are trained. The document's own kind, use_reentrant=False, follows the graph.
+                Since transformers' activation_checkpointing_enable asks for the embedding's
+                gradient itself, the call matters only where torch's reentrant checkpoint is written
+                by hand. PEFT also asks for it, when it wraps a model whose checkpoints are on.
             """,
         figures=each("use_reentrant={}, {} it: adapters with a gradient, of 28", learn)
         | {"torch's checkpoint by hand, reentrant, without it: adapters with a gradient": by_hand},

@@ -6,7 +6,7 @@ from ....compat.fake_ranks import fake_process_group
 from ....planning.cards import CARDS
 from ....techniques.sharding import shard
 from ...ledger import Finding, answers
-from ...ledger.finding import about, each, fits
+from ...ledger.finding import about, each, fits, gb
 from ...machine.compat import enable_checkpointing
 from ..shared.claim_runs import checkpointed, silent, tiny, token_ids, tracked_step
 from ..shared.seen import OperationLog
@@ -27,17 +27,17 @@ def seventy_billion_on_two() -> Finding:
     card = CARDS["RTX 4090 24GB"].nbytes
     peaks = {tokens: on_a_card(tokens) for tokens in (1024, 2048)}
     return Finding(
-        own=fits("70B in 4 bits, 1 x 1,024 on each card", "to fit 24 GB", card, peaks[1024]),
+        own=fits("70B in 4 bits, 1 x 1,024 a card", "to fit 24 GB", card, peaks[1024]),
         beyond=fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),
-        says="""
+        says=f"""
             holds: Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048
-                leave less than a GB for all that is no tensor.
+                leave less than a GB of the card's {gb(card)}.
             fails: A card's shard, the layers that it gathers and the activations do not fit on
                 it.
             why: A card keeps half of the base, and half of embeddings and head in bf16. It
-                gathers one layer after another, while embedding and head stay whole. Only the
-                adapters have gradients and states. The inputs of the layers and the loss grow with
-                the tokens.
+                gathers the layers one after another; embeddings and head are gathered once and
+                stay whole. Only the adapters have gradients and states. The inputs of the layers
+                and the loss grow with the tokens.
             needs: two cards of 24 GB to see it run; one rank's bytes are predicted
             """,
         figures=each("peak, {:,} tokens", peaks) | {"a card has (as the driver says)": card},
@@ -79,11 +79,11 @@ def gathers() -> Finding:
             about("with use_reentrant=True", "1×", other / plain, within=0),
         ),
         says="""
-            holds: Neither mode gathers more.
+            holds: A step gathers no more than without checkpoints.
             fails: A layer is gathered more often under checkpoints.
             why: Backward gathers a layer and frees it after its gradients. The second forward
-                runs in between, when the weights are there. A checkpoint over two layers gathers no
-                more, either.
+                runs in between, when the weights are there. A checkpoint over two layers does not
+                gather more, either.
             """,
         figures=each("{}: all-gathers a step", counts) | each("{}: peak of a rank of two", peaks),
     )

@@ -75,11 +75,10 @@ def resident(shape, precision: str) -> int:
     return sum(accounting.resident_bytes(shape, precision).values())
 
 
-def peak_of(shape, rows: int, seq_len: int, precision: str = "bf16", checkpointing=None):
+def peak_of(shape, rows: int, seq_len: int, precision: str = "bf16", checkpointing=None, **options):
     """The peak of a step by the closed forms."""
-    return accounting.estimate(
-        shape, batch_size=rows, seq_len=seq_len, precision=precision, checkpointing=checkpointing
-    )
+    options |= {"precision": precision, "checkpointing": checkpointing}
+    return accounting.estimate(shape, batch_size=rows, seq_len=seq_len, **options)
 
 
 def name_of(dtype: torch.dtype) -> str:
