@@ -23,7 +23,7 @@ from gradmem_lib.course.lessons.lesson_04 import claims_price
 from gradmem_lib.course.lessons.lesson_08 import claims as lesson_08
 from gradmem_lib.course.lessons.shared import claim_runs
 from gradmem_lib.course.material import accounting
-from gradmem_lib.planning.cards import CARDS
+from gradmem_lib.planning.cards import BUSES, CARDS
 from gradmem_lib.units import GiB, MiB
 
 GB = 10**9
@@ -123,6 +123,15 @@ def test_c11_and_c12():
     (peak,) = row("C12", "1 row of 2048 accumulated, each layer checkpointed, fp16: peak")
     (name,) = (name for name, card in CARDS.items() if card.nbytes > peak)
     assert says("C12", f"Of the cards that the course knows, {name} has room.")
+
+
+def test_c14():
+    (found,) = (one for one in bert_large.rows() if one.run.name == "1 x 4, checkpointing")
+    with_context = found.parts["today"] + found.parts["context"]
+    assert says("C14", f"Today's tensors and this context come to {with_context:,.0f} MiB:")
+    assert says("C14", "here, unlike in C13, the software of January 2022 matters little.")
+    assert with_context == pytest.approx(found.total, rel=0.01)
+    assert shown("C13", "BERT-large, batch 4, today's step") + found.parts["context"] < 0.9 * 14_931
 
 
 def test_c16_and_c29():
@@ -377,6 +386,7 @@ def test_c41():
 def test_c43():
     assert says("C43", "Eager attention, or a padding mask, then ends in an error.")
     model, ids = claim_runs.tiny(), claim_runs.token_ids()
+    model.config.use_cache = True
     claim_runs.checkpoint_by_hand(False, model)
     padded = torch.ones_like(ids)
     padded[0, -5:] = 0
@@ -398,6 +408,19 @@ def test_c45_and_c47():
     (three,) = row("C47", 'every="fit" with 50% of the bytes runs again')
     assert says("C47", "with half the bytes that it needs, the first 3 of 4 layers are recomputed.")
     assert three == 3
+
+
+def test_c48_and_c49():
+    card = CARDS["A100 80GB"]
+    moved = one("C48", "bytes over the bus, away and back")
+    again = one("C48", "operations that checkpoints repeat")
+    needed = moved / (again / (card.half / 2))
+    assert says("C48", f"must carry {needed / GB:.0f} GB a second; PCIe 4 carries")
+    assert says("C48", f"PCIe 4 carries {card.bus / GB:.0f}.") and card.bus == BUSES["PCIe 4"]
+    assert says("C49", "A step gathers no more than without checkpoints.")
+    without = one("C49", "without checkpoints: all-gathers a step")
+    for way in ("use_reentrant=False", "use_reentrant=True"):
+        assert one("C49", f"{way}: all-gathers a step") == without
 
 
 def test_c51_c52_and_c53():

@@ -321,8 +321,8 @@ def bert_large_checkpointed() -> Finding:
     remain = row.total - floor / MiB - row.parts["context"]
     today = row.parts["today"] + row.parts["context"]
     return Finding(
-        own=_near("BERT-large, checkpointed, replayed", row, row.total),
-        elsewhere=_near("BERT-large, checkpointed, tensors alone", row, row.parts["today"]),
+        own=_near("BERT-large checkpointed, replayed", row, row.total),
+        elsewhere=_near("BERT-large checkpointed, tensors alone", row, row.parts["today"]),
         says=f"""
             only if: the driver's context is counted, as in C13.
             fails: A replay with the software of January 2022 gives another figure.
