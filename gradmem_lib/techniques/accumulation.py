@@ -21,7 +21,7 @@ what would give a wrong gradient.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +31,6 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .counts import check_counts, check_reduction, check_returned, check_totals, whole
 from .data_parallel import NO_ITEMS_ERROR, Processes, processes_of
-from .gradient_sums import check_float32_gradients, float32_gradients
 from .shared_statistics import ChangedBuffers, warn_of_shared_statistics
 from .splitting import split as split  # lesson 03 imports it with accumulate_gradients
 
@@ -56,7 +55,6 @@ def accumulate_gradients(
     reduction: str = "sum",
     model: nn.Module | None = None,
     scaler: Any = None,
-    float32_sums: bool = False,
 ) -> Accumulated:
     """Put the gradient of the mean loss over all items of all ``micro_batches`` into ``.grad``,
     with one backward for each.
@@ -93,36 +91,28 @@ def accumulate_gradients(
             all processes. Gradients are sent with the last micro-batch (DDP) or with each one
             (FSDP, where all processes need equally many).
         scaler: scales each loss. Unscale before clipping, as always.
-        float32_sums: add up the gradients of weights in 16 bits in float32, and round each sum once
-            to its weight's dtype at the end (``gradient_sums.py``). Give ``model``, and the total.
-            Until then such gradients take 4 bytes a number instead of 2. In one process.
 
     Raises ``TypeError`` or ``ValueError`` for returned values that cannot be right, for a total
     that differs from the count, and for a window without any item. After an error the gradients are
     incomplete: zero them.
     """
     check_reduction(reduction)
-    sums: AbstractContextManager = nullcontext()
-    if float32_sums:
-        check_float32_gradients(model, total_items, count_items)
-        sums = float32_gradients(model)
     processes = processes_of(model)
-    with sums:
-        totals = _totals(micro_batches, total_items, count_items, processes)
-        window = _Window(processes, totals, reduction == "mean", model, scaler)
-        for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
-            window.before(number)
-            with processes.forward_and_backward(sync_gradients):
-                returned = window.forward(loss_and_count, micro)
-                loss = window.divided_loss(returned, sync_gradients)
-                if loss is not None:
-                    loss.backward()
-            del loss
-            window.add_losses(returned)
-            # Release the inputs and the graph before the next forward.
-            del micro, returned
-        processes.check_gradients()
-        return window.end()
+    totals = _totals(micro_batches, total_items, count_items, processes)
+    window = _Window(processes, totals, reduction == "mean", model, scaler)
+    for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
+        window.before(number)
+        with processes.forward_and_backward(sync_gradients):
+            returned = window.forward(loss_and_count, micro)
+            loss = window.divided_loss(returned, sync_gradients)
+            if loss is not None:
+                loss.backward()
+        del loss
+        window.add_losses(returned)
+        # Release the inputs and the graph before the next forward.
+        del micro, returned
+    processes.check_gradients()
+    return window.end()
 
 
 class _Window:

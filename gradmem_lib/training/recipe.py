@@ -81,8 +81,6 @@ class Recipe:
             ``"fp16"``; ``None``: autocast's dtype, or else that of what they are given.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never
             exist as a whole.
-        float32_sums: add up the gradients of weights in 16 bits in float32 over the micro-batches,
-            and round each sum once (``techniques/gradient_sums.py``).
     """
 
     precision: str | None = "float32"
@@ -99,7 +97,6 @@ class Recipe:
     lora_targets: tuple[str, ...] = ()
     quantized_base: bool | str = False
     chunked_loss: bool = False
-    float32_sums: bool = False
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     layers: tuple[str | tuple[str, ...], ...] = ()
@@ -122,7 +119,7 @@ class Recipe:
                 raise ValueError(
                     f"{name}={given!r}: give a number from 0 to below 1, such as {share}"
                 )
-        for switch in ("in_backward", "chunked_loss", "float32_sums"):
+        for switch in ("in_backward", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
                     f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False"
@@ -218,11 +215,6 @@ class Recipe:
             raise ValueError(
                 f"in_backward=True steps before the scaled gradients of {self.precision} could be "
                 "checked and unscaled: choose precision='autocast-bf16', which needs no scaling"
-            )
-        if self.float32_sums and (self.in_backward or self.sharding is not None):
-            raise ValueError(
-                "float32_sums=True adds up the gradients of several micro-batches, in one process: "
-                f"leave it out with in_backward={self.in_backward} and sharding={self.sharding!r}"
             )
         self._check_lora()
         if self.quantized_base and self.lora_rank is None:

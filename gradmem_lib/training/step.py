@@ -240,7 +240,6 @@ def step(
             counts,
             model=model,
             scaler=scaler or update.fixed_scale,
-            float32_sums=recipe.float32_sums,
         )
         window.check(update.finish_gradients(model, result.loss))
     mark("step")

@@ -143,7 +143,6 @@ class RecipeTrainer(Trainer):
             counts,
             model=model,
             scaler=scaler,
-            float32_sums=self.recipe.float32_sums,
         )
         overflows = scaler is None and not math.isfinite(result.loss)
         window.check("the loss is not finite" if overflows else "")

@@ -238,7 +238,7 @@ def test_best_is_refused_on_layers_that_fsdp_spreads_and_others_run_again(before
 
         if not before:
             spread()
-        handle = checkpoint_layers(model, [[1, 1], 2] if before else [2, 2])
+        handle = checkpoint_layers(model, [2, 2])
         if before:
             spread()
         model(input_ids=ids, labels=ids).loss.backward()
