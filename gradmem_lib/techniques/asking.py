@@ -7,8 +7,7 @@ Who asks, and about which rows:
 - ``pieces``: the sums and counts of a batch, and of all its rows but the last and of the last one;
 - ``training.probe``: the means of a few unlike rows together, and of each alone;
 - ``training.own_trainers``: a step of a ``Trainer`` in one micro-batch, and in pieces;
-- ``training.window``: the same rows before a window and after it;
-- ``training.finite``: each row alone, and beside a row whose loss is finite.
+- ``training.window``: the same rows before a window and after it, and each row alone.
 """
 
 import math

@@ -46,7 +46,9 @@ def extra_forwards(segments: Schedule, keep_last: bool = True) -> int:
     ``keep_last``: whether the last segment is kept rather than recomputed.
     """
     layers = total_layers(segments)
-    return layers - segments[-1] if keep_last else layers
+    if keep_last:
+        layers -= segments[-1]
+    return layers
 
 
 def schedule_peak(

@@ -56,16 +56,15 @@ class Chain:
 
     def run(self, start: int, stop: int, x: Any, rest: tuple) -> Any:
         """The same output without a checkpoint."""
-        for i in range(start, stop):
-            if i > start:
-                if self.has_extra_outputs(out):
-                    raise RuntimeError(
-                        "the layers return more than their hidden state, which is all that a "
-                        "segment hands on: checkpoint them one by one (every=1), or leave "
-                        "output_attentions off"
-                    )
-                x = self.hidden(out)
-            out = self.call_layer(i, x, rest)
+        out = self.call_layer(start, x, rest)
+        for i in range(start + 1, stop):
+            if self.has_extra_outputs(out):
+                raise RuntimeError(
+                    "the layers return more than their hidden state, which is all that a segment "
+                    "hands on: checkpoint them one by one (every=1), or leave output_attentions "
+                    "off"
+                )
+            out = self.call_layer(i, self.hidden(out), rest)
         return out
 
     def call_layer(self, i: int, x: Any, rest: tuple) -> Any:

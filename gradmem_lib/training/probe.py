@@ -53,18 +53,18 @@ class Answer:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss of all rows is a number."""
-        return not self.table or math.isfinite(self.table[0].together)
+        """Whether each loss of several rows is a number."""
+        return all(math.isfinite(row.together) for row in self.table)
 
     @property
-    def beyond_all_rows(self) -> bool:
+    def compares_rows(self) -> bool:
         """Whether a loss of rows together is above or below those of all its rows alone, as no mean
-        of them is, whatever is counted.
+        of them is, whatever is counted; or no row alone has a loss that is a number.
         """
         for row in self.table:
             margin = self.limit * row.scale
             numbers = list(filter(math.isfinite, row.alone))
-            if numbers and not min(numbers) - margin <= row.together <= max(numbers) + margin:
+            if not numbers or not min(numbers) - margin <= row.together <= max(numbers) + margin:
                 return True
         return False
 
@@ -73,12 +73,6 @@ class Answer:
         """Whether the losses of rows alone add up to that of all of them, as those of a sum do."""
         differences = [abs(sum(row.alone) - row.together) / (row.scale or 1) for row in self.table]
         return bool(differences) and max(differences) <= self.limit
-
-    @property
-    def needs_other_rows(self) -> bool:
-        """Whether no row alone has a loss that is a number, and several together have one."""
-        alone = [loss for row in self.table for loss in row.alone]
-        return bool(alone) and self.finite and not any(map(math.isfinite, alone))
 
     @property
     def shows_nothing(self) -> bool:

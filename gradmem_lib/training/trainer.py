@@ -209,8 +209,7 @@ class RecipeTrainer(Trainer):
         divided once by their number.
         """
         self._evaluated = []
-        with self.memory.watch_evaluation(self.model):
-            output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
+        output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
         loss_sum, items = 0.0, 0.0
         for batch_sum, batch_items in self._evaluated:
             loss_sum += batch_sum

@@ -104,5 +104,3 @@ def same(one, other):
 
 def untouched(model):
     return not any(call_override(m) or m._forward_pre_hooks for m in model.modules())
-
-
