@@ -43,7 +43,7 @@ from .call_overrides import (
     Checkpoints,
     refuse_checkpointed,
 )
-from .layer_arguments import CACHE_WARNING, split_input, without_cache
+from .layer_arguments import split_input, without_cache
 from .schedules import Schedule, first_layers, segments_for
 from .second_run import version_of
 from .segments import NOTHING, Chain, Handover
@@ -162,7 +162,6 @@ class _LayerCalls:
     handover: Handover = NOTHING  # what the last call returned, if its segment goes on
     per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
     called: bool = False  # whether any layer of the list was called
-    warned: bool = False
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -195,11 +194,7 @@ class _LayerCalls:
             return self._call_as_it_is(i, args, kwargs, before)
         if getattr(self.layers[i], LAYER_SWITCH, False):
             raise RuntimeError(ALREADY_CHECKPOINTED)
-        args, kwargs, had_cache = without_cache(args, kwargs)
-        if had_cache and not self.warned:
-            self.warned = True
-            warnings.warn(CACHE_WARNING, stacklevel=2)
-        x, rest = split_input(args, kwargs)
+        x, rest = split_input(*without_cache(args, kwargs))
         if self.segments is None and not self.per_layer_this_forward:
             self._choose_schedule(i, x, rest)
         start, stop = self._segment_of(i)
@@ -274,7 +269,7 @@ class _LayerCalls:
         """Called after a part of a layer has run. If no layer was called by the time of backward,
         none will be.
         """
-        if self.called or self.warned or not self._training():
+        if self.called or not self._training():
             return
         for tensor in tensors_in((out,)):
             if tensor.requires_grad:
@@ -282,9 +277,8 @@ class _LayerCalls:
                 return
 
     def _warn_if_none_was_called(self, gradient: Any) -> None:
-        if self.called or self.warned:
+        if self.called:
             return
-        self.warned = True
         warnings.warn(
             "give checkpoint_layers a list whose items the model's forward calls: it calls parts "
             "of the layers in this list, and not the layers themselves, so no checkpoint runs",

@@ -205,7 +205,8 @@ class FirstRun:
         for module in asked:
             _WRITTEN[module][module.training] = set()
         for module, name, tensor, old_version in before:
-            changed = getattr(module, name) is not tensor or version_of(tensor) != old_version
+            now = getattr(module, name, None)
+            changed = now is not tensor or version_of(tensor) != old_version
             if module in asked and not changed:
                 changed = self._differs(module, name, tensor)
             if changed:
@@ -239,7 +240,7 @@ class FirstRun:
         _WRITTEN[module][module.training].add(name)
         if (module, name) in self.copies:
             return
-        self.copies[module, name] = getattr(module, name)
+        self.copies[module, name] = getattr(module, name, None)
         warnings.warn(
             f"this forward is the first in which a {type(module).__name__} changes its buffer "
             f"{name}, of which there is no older copy. If its output depends on the buffer, this "
@@ -251,7 +252,7 @@ class FirstRun:
     def found_again(self) -> Iterator[None]:
         """A second run. Afterwards, all is as just before it."""
         copied: dict[int, Any] = {}
-        own = {(owner, name): getattr(owner, name) for owner, name in self.copies}
+        own = {(owner, name): getattr(owner, name, None) for owner, name in self.copies}
         attributes = list(map(_attributes, self.modules))
         contents, given = Contents(attributes), Contents(item for item, _ in self.given.items)
         of_torch = {generator: generator.get_state() for generator in self.used.states}

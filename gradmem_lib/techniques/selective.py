@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
@@ -25,7 +24,7 @@ from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
 from .counts import described
-from .layer_arguments import CACHE_WARNING, without_cache
+from .layer_arguments import without_cache
 from .module_state import left_as_it_was
 from .second_run import FirstRun, checkpoint_again
 
@@ -62,8 +61,7 @@ def checkpoint_parts(
     modules = found
     if not whole_layers:
         modules = [module for layer in found for module in find_parts(layer, part)]
-    warned: list[str] = []
-    return Checkpoints([Part(module, whole_layers, warned) for module in modules])
+    return Checkpoints([Part(module, whole_layers) for module in modules])
 
 
 def tiled(module: nn.Module, tiles: int) -> Checkpoints:
@@ -84,17 +82,14 @@ def tiled(module: nn.Module, tiles: int) -> Checkpoints:
 class Part(CallOverride):
     """The override of a module that is recomputed in backward."""
 
-    def __init__(self, module: nn.Module, keeps_products: bool, warned: list[str]):
-        self.module, self.keeps_products, self.warned = module, keeps_products, warned
+    def __init__(self, module: nn.Module, keeps_products: bool):
+        self.module, self.keeps_products = module, keeps_products
 
     def __call__(self, *args, **kwargs):
         run = original_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(*args, **kwargs)
-        args, kwargs, had_cache = without_cache(args, kwargs)
-        if had_cache and not self.warned:
-            self.warned.append(CACHE_WARNING)  # once for all parts of a model
-            warnings.warn(CACHE_WARNING, stacklevel=2)
+        args, kwargs = without_cache(args, kwargs)
         options = {}
         if self.keeps_products:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, Policy())

@@ -220,7 +220,9 @@ def _refusal(
         advice = "say what the loss is divided by with another items="
         found = f"is no mean over what items= counts: {found}"
     elif answer.compares_rows:
-        advice = f"{PAIRS}; or {UNCUT}, or {SUMS}, or accumulate_through_embeddings"
+        advice = f"{UNCUT}, or {SUMS}, or accumulate_through_embeddings"
+        if answer.needs_other_rows:
+            advice = f"{PAIRS}; or {advice}"
         found = (
             "compares rows with each other or adds several means, and is no mean over labels or "
             f"rows: {found}"

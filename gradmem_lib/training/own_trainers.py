@@ -63,7 +63,7 @@ def check_accumulation(trainer: Trainer) -> None:
         rows = _first_rows(loader.dataset, args.world_size)
         whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
         [((in_pieces, together), error)], with_others = question.observe_with_other_weights(
-            [cut, whole], shows=lambda losses: all(map(math.isfinite, losses))
+            [cut, whole], shows=lambda found: all(map(math.isfinite, found[0].values))
         )
         # Also after an error: other processes must not wait for this one.
         failed, added_up = processes.sums(error is not None, in_pieces)

