@@ -65,10 +65,10 @@ def _largest(rows: int, checkpointing: str | None, budget: int, accumulated: boo
     """Parameters of the largest of the family whose step fits, by the closed forms, with ``rows``
     of 1,024 tokens in one piece or, ``accumulated``, in the later micro-batches.
     """
-    how = {"precision": "autocast-bf16", "checkpointing": checkpointing, "accumulated": accumulated}
+    how = "autocast-bf16", checkpointing
 
     def need(layers: int) -> int:
-        return peak_of(_llama(layers), rows, 1024, **how).total
+        return peak_of(_llama(layers), rows, 1024, *how, accumulated=accumulated).total
 
     return _llama(bisect_right(range(1, 64), budget, key=need)).parameters
 
