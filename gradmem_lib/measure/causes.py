@@ -33,7 +33,7 @@ ROWS: tuple[Row, ...] = (
     graphs.UNUSED_SO_FAR,
     graphs.SECOND_DERIVATIVES,
     gradients.FOR_NO_OPTIMIZER,
-    weights.COPIES,
+    *weights.COPIES,
     gradients.COPIED_GRADIENTS,
     gradients.GRADIENTS_WAIT,
     holders.BUCKETS,

@@ -9,7 +9,6 @@ run between two micro-batches.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 from ..units import format_bytes
@@ -52,16 +51,11 @@ def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:
         return None
     # What one forward leaves (a variable that the next one overwrites) is there from the second on.
     growth = passes[-1].live_before - passes[1].live_before
-    made, of_a_kind = [], Counter[tuple]()
+    made, first = [], passes[0].first_sample
     for holder in facts.at_peak:
-        since = holder.first_sample >= passes[0].first_sample  # a data set may have come before
-        if since and holder.step == facts.peak.step and not holder.is_of_training:
+        if holder.first_sample >= first and not holder.is_of_training:
             made.append(holder)
-            of_a_kind[_kind(holder)] += 1
-    cache = []
-    for holder in made:
-        if holder.module and of_a_kind[_kind(holder)] < FORWARDS_IN_A_ROW:
-            cache.append(holder)
+    cache = [holder for holder in free if holder.first_sample >= first and holder.module]
     # Most of what one forward needs for itself is gone when the next one begins.
     is_most = 2 * total(cache) > total(made) and 4 * growth >= total(cache)
     if not is_most or growth < WORTH * facts.peak.total:
@@ -99,10 +93,6 @@ GENERATION = Row(
     stays=0.5,
     condition="If half as many rows are generated at a time",
 )
-
-
-def _kind(holder: Holder) -> tuple:
-    return holder.module, holder.op, holder.shape, holder.dtype
 
 
 def _large_forward(free: Sequence[Holder], facts: Facts) -> Group | None:

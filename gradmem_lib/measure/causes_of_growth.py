@@ -4,12 +4,13 @@ them.
 
 from __future__ import annotations
 
+import heapq
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import filterfalse, pairwise
+from itertools import pairwise
 from typing import Any
 
 from ..units import format_bytes
@@ -37,12 +38,10 @@ COLLECTED = "An evaluation collects its results"
 # Bytes that grow by this part of the peak double it in a thousand steps.
 GROWS = 0.001
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
-SAMPLE = 100  # freed storages that are looked at, spread over all
 STATES = ".state["  # in a path: an optimizer's
 HOOKS = "_hooks["  # in a path: a module's
 HISTORY = 5
 LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
-YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
 OF_A_TRAINER = (
     "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
@@ -208,7 +207,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
-    if not _goes_on(group, facts):
+    if not _rises(group, facts):
         return None
     rounds = []
     for time, kept in by_step:
@@ -229,7 +228,7 @@ def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
         is_early = facts.peak_time < LATE * (facts.times - 1)
         if is_early or facts.has_second_derivatives:
             return True
-    return _is_a_window(place, group, facts)
+    return False
 
 
 def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
@@ -337,49 +336,39 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
     return list(max(of_modules.values(), key=len, default={}).values())
 
 
-def _goes_on(group: list[Holder], facts: Facts) -> bool:
-    """Whether something was kept until the peak, or to the run's end if most of it is there then: a
-    list of the first n examples has ended.
+def _rises(group: list[Holder], facts: Facts) -> bool:
+    """Whether there are more and more like these, until most of them go or the run ends.
+
+    So a list that each epoch empties rises, while the first n examples, a full cache and a window
+    of the last ones stay as many as they are.
     """
-    at_the_end = list(filter(facts.is_there_at_the_end, group))
-    stays = 2 * total(at_the_end) > total(group)
-    times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
-    gaps = [after - before for before, after in pairwise(times)]
-    longest = max(gaps[:-1], default=0) + 1  # the last one may have nothing to do with the others
     kinds = {(holder.line, holder.op) for holder in group}
-    known, end = list(facts.at_peak), facts.peak_time
-    if stays:
-        known += filter(facts.is_there_at_the_end, facts.others)
-        end = facts.times
-    later = set[int]()  # of the newest ones, which a variable may hold as well
-    for holder in known:
-        if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
-            later.add(facts.time_of(holder))
-    until_the_end = [*times[-2:], *sorted(later), end]
-    return all(after - before <= longest for before, after in pairwise(until_the_end))
-
-
-def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
-    """Whether old ones go while younger ones stay, so that there are always as many."""
-    everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
-    gone = list(filterfalse(facts.is_there_at_the_end, everything))
-    first = min((holder.end_sample for holder in gone), default=0)
-    then = [h for h in everything if h.first_sample < first <= h.end_sample]
-    if 2 * len(then) < len(group):
-        return False  # a queue that is filled faster than it is emptied
-    gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
-    one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
-    return 2 * len(one_by_one) > len(gone)
-
-
-def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
-    """Whether those of at least two later forwards were there when this one went, and stayed."""
-    forwards = set[int]()
-    for other in everything:
-        if gone.first_sample < other.first_sample < gone.end_sample < other.end_sample:
-            forwards.add(id(facts.maker_of(other)))
-    forwards.discard(id(facts.maker_of(gone)))
-    return len(forwards) >= YOUNGER
+    alike = []
+    for holder in (*facts.at_peak, *facts.others):
+        if (holder.line, holder.op) in kinds and facts.time_of(holder) >= 0:
+            alike.append(holder)
+    alike.sort(key=lambda holder: holder.first_sample)
+    newest = max(holder.first_sample for holder in group)
+    ends: list[int] = []  # of those that are alive, the first one first
+    most, times, time = 0, list[int](), 0
+    for holder in alike:
+        while ends and ends[0] <= holder.first_sample:
+            heapq.heappop(ends)
+        if 2 * len(ends) < most:
+            if holder.first_sample > newest:
+                break
+            most, times = 0, []
+        time = facts.time_of(holder)
+        heapq.heappush(ends, holder.end_sample)
+        if len(ends) > most:
+            most = len(ends)
+            times.append(time)
+    else:
+        if 2 * total(filter(facts.is_there_at_the_end, group)) > total(group):
+            time = facts.times
+    gaps = [after - before for before, after in pairwise([*sorted(set(times)), time])]
+    longest = max(gaps[:-2], default=0) + 1  # the last one may have nothing to do with the others
+    return all(gap <= longest for gap in gaps[-2:])
 
 
 def _name_of(held: Held, holders: list[Holder]) -> str:

@@ -131,27 +131,18 @@ class Preferences(nn.Module):
         self.reference = copy.deepcopy(self.policy)
 
 
-def of_preferences(both, expected=None):
+@has(FIRST_STEP, WIDE)
+def reference_in_the_model():
+    both = Preferences()
+    both.reference.requires_grad_(False)
     optimizer, x = adamw(both.policy), torch.randn(16, 64)
 
     def step(i):
         with torch.no_grad():
-            goal = expected if expected is not None else both.reference(x)
+            goal = both.reference(x)
         updated(F.mse_loss(both.policy(x), goal), optimizer)
 
     return trained(both, optimizer, step, steps=2)
-
-
-@has(COPIED, FIRST_STEP, says="compute its outputs once")
-def reference_in_the_model(remedied=False):
-    both = Preferences()
-    both.reference.requires_grad_(False)
-    if not remedied:
-        return of_preferences(both)
-    with torch.no_grad():
-        expected = both.reference(torch.randn(16, 64))
-    del both.reference
-    return of_preferences(both, expected)
 
 
 @has(COPIED)
