@@ -25,7 +25,6 @@ ROWS: tuple[Row, ...] = (
     holders.CYCLES,
     growth.KEPT_BY_A_NAME,
     growth.GROWING_TENSOR,
-    evaluation.RESULTS_IN_TRAINING,
     evaluation.GENERATION,
     graphs.UNUSED,
     graphs.FINISHED,

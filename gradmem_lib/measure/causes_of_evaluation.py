@@ -12,34 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..units import format_bytes
-from .cause import DOMINATES, MUCH, WORTH, Group, Row, lines_of_forwards, those
-from .facts import EVALUATION, OF_A_TRAINING_STEP, Facts, total
-from .made_by_forwards import lines_of_results
+from .cause import MUCH, WORTH, Group, Row, lines_of_forwards
+from .facts import EVALUATION, Facts, total
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
 OF_THE_STEP = 2  # in a row, at most; more may be a generation or a validation's loop
-
-
-def _is_result(holder: Holder, facts: Facts) -> bool:
-    return holder.made_in == EVALUATION and holder.category == "temporaries"
-
-
-def _made_by_calls(left: list[Holder], facts: Facts) -> Group:
-    return Group(left, changes={"lines": lines_of_results(left, facts)})
-
-
-RESULTS_IN_TRAINING = Row(
-    "Results of an evaluation stay during the training",
-    "{size} at the peak are {count} results of forwards without gradients: {kinds}.",
-    "keep less of each: outputs.argmax(-1), or of log-probabilities those of the chosen tokens "
-    "alone; and `del` the rest before the training goes on. What a loss needs later can wait off "
-    "the card (outputs.cpu()), or be computed for one micro-batch at a time.",
-    those(_is_result, _made_by_calls),
-    least=DOMINATES,
-    moments=OF_A_TRAINING_STEP,
-    stays=None,  # the last one of each kind may be in use
-)
 
 
 def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:

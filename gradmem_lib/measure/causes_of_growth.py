@@ -28,7 +28,6 @@ from .cause import (
     name_of,
 )
 from .facts import BETWEEN_STEPS, Facts, total
-from .made_by_forwards import lines_of_results
 from .paths import ITERATOR, MODULE_ATTRIBUTE, Held
 from .source_lines import source_line
 from .timeline import Holder
@@ -75,8 +74,9 @@ OF_A_HOOK = (
     "where that has been used."
 )
 KEEP_LESS = (
-    "keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a tensor; "
-    "and empty it when it has been used."
+    "keep less in `{name}`: numbers, x.item(), of a slice a copy, x[:8].clone(), since a slice "
+    "keeps the whole of x, or x.detach().cpu() for what has to stay; and empty it when it has been "
+    "used."
 )
 # The remedies for what a name keeps, by what it is, ...
 OF_A_KIND = {
@@ -87,8 +87,6 @@ OF_A_KIND = {
     "parameters": "the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
     "and weights that are needed again on the host: {{name: t.cpu() for name, t in "
     "model.state_dict().items()}}.",
-    "slices": "`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
-    "x.item() of a number, and of a slice a copy, x.clone().",
 }
 # ... and by the owner.
 OF_AN_OWNER = {
@@ -119,7 +117,7 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
     """
     # Of a deque with a bound, only the graphs may grow.
     free = [holder for holder in free if holder.keeper.kind != "window" or holder.keeper.graph]
-    return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
+    return _largest(_kept(holders, facts) for holders in _by_place(free).values())
 
 
 def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -174,27 +172,20 @@ def _place_of(holder: Holder) -> tuple | None:
     held = holder.keeper
     if not held.path:
         return holder.line, holder.op, holder.dtype
-    if _is_history(held):
-        return held.where, held.box.partition(STATES)[0]
     if held.kind == "gradient" and not holder.is_of_training:
         return held.where, held.path
     if held.box:
-        return held.where, LAYER.sub(".…", held.box)
+        return held.where, LAYER.sub(".…", held.box).partition(STATES)[0]
     if held.graph:
         return held.where, held.path
     return None
 
 
-def _is_history(held: Held) -> bool:
-    """Whether it is a list of an optimizer's past steps, as LBFGS has."""
-    return held.kind == "optimizer" and STATES in held.box
-
-
-def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
+def _kept(group: list[Holder], facts: Facts) -> Group | None:
     """Those of this group that are no longer in use, if it grows."""
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
-    if max(len(by_step), len(by_forward)) < SEVERAL or _ends(place, group, facts):
+    if max(len(by_step), len(by_forward)) < SEVERAL or _ends(group, facts):
         return None
     if len(by_step) < SEVERAL:
         *earlier, newest = by_forward  # the newest result may be in use
@@ -203,7 +194,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
             return None
         of_one = {
             "name": COLLECTED,
-            "stays": min(total(newest) + found.changes["stays"], total(found.holders)),
+            "stays": min(total(newest), total(found.holders)),
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
@@ -217,7 +208,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     return _group(rounds, facts.unit, facts)
 
 
-def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
+def _ends(group: list[Holder], facts: Facts) -> bool:
     """Whether these are known to become no more."""
     copies = [holder for holder in group if holder.computed_from == "parameters"]
     is_empty_later = not any(map(facts.is_there_at_the_end, group))
@@ -225,9 +216,7 @@ def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
         return True  # copies of a round, which are averaged at its end
     if not group[0].keeper.path:
         # Later steps did not need more, or gradients with a graph of their own keep it.
-        is_early = facts.peak_time < LATE * (facts.times - 1)
-        if is_early or facts.has_second_derivatives:
-            return True
+        return facts.peak_time < LATE * (facts.times - 1) or facts.has_second_derivatives
     return False
 
 
@@ -237,14 +226,14 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
     for kept in rounds:
         old += kept
     in_an_evaluation = unit == "forward"
-    least = WORTH if in_an_evaluation else min(WORTH, GROWS * len(rounds))
+    least = min(WORTH, GROWS * len(rounds))
+    if in_an_evaluation:
+        least = WORTH if facts.outside_of_training else DOMINATES
     if total(old) < least * facts.peak.total or not old:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
-    slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
-    changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
-    changes["stays"] = sum(slices)
+    changes: dict[str, Any] = {"growing": old}
     if not in_an_evaluation:
         changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
     by = "something that has no name"
@@ -252,9 +241,12 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         name = _name_of(held, old)
         by = f"`{name}`"
         changes["remedy"] = _remedy(name, held, old, in_an_evaluation)
-        if _is_history(held):
-            changes["condition"] = f"If the history has {HISTORY} steps"
-            changes["stays"] = min(total(old), HISTORY * each)
+        if STATES in held.box:
+            changes |= {
+                "remedy": OF_A_HISTORY,
+                "condition": f"If the history has {HISTORY} steps",
+                "stays": min(total(old), HISTORY * each),
+            }
     elif all(holder.held is not None for holder in old):
         changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
     words = {"by": by, "rounds": len(rounds), "unit": unit, "each": format_bytes(each)}
@@ -294,8 +286,7 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
         births[_kind(holder)].add(holder.step)
     old = []
     for holder in group:
-        is_in_use = holder.category in ("parameters", "optimizer")
-        may_be_in_use = is_in_use and not _is_history(holder.keeper)
+        may_be_in_use = holder.category in ("parameters", "optimizer")
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
             old.append(holder)
     return old
@@ -321,13 +312,11 @@ def _kind(holder: Holder) -> tuple:
 
 
 def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
-    """For a peak outside of training steps, the holders of each forward that has made some.
+    """The holders of each forward without gradients that has made some.
 
     Only of the module that was called most often: the layers of one batch are no evaluation.
     """
     of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
-    if not facts.outside_of_training:
-        return []
     for holder in sorted(holders, key=lambda holder: holder.first_sample):
         begun = facts.maker_of(holder)
         of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
@@ -389,8 +378,6 @@ def _remedy(name: str, held: Held, holders: list[Holder], in_an_evaluation: bool
     most = kinds.most_common(1)[0][0]
     if most == "optimizer" and kinds["parameters"]:
         most = "parameters"  # of whole models
-    if _is_history(held):
-        return OF_A_HISTORY
     if most == "graphs":
         return detached(held)
     if most in OF_A_KIND:
@@ -405,7 +392,7 @@ def _what_it_is(holder: Holder) -> str:
         return holder.category
     if holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
         return "parameters"  # copies of weights
-    return "slices" if holder.keeper.part > 1 else "other"
+    return "other"
 
 
 def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
@@ -427,8 +414,9 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
     if not held.in_script:
         return OF_A_TRAINER
     return (
-        f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A smaller "
-        "batch does not help."
+        f"keep less in `{name}`: x.argmax(-1), of a slice a copy, x[:8].clone(), since a slice "
+        "keeps the whole of x, or x.cpu() for what has to stay whole. A smaller batch does not "
+        "help."
     )
 
 

@@ -242,7 +242,8 @@ class Meter(ParameterMeter):
             for storage in storages_of(out):
                 entry = recording.live.get(storage_key(storage))
                 if entry is not None and entry.sample >= forward.first_sample:
-                    entry.is_result = True  # made in this forward
+                    # made in this forward, whose caller has it
+                    entry.is_result, entry.line = True, forward.line or entry.line
             self.position.end_forward(recording.total, recording.count)
 
     def note_weights(self, module: nn.Module) -> None:

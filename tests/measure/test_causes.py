@@ -41,7 +41,6 @@ NOT_SAID = (
     oom.IN_EACH_STEP,
     oom.GRADIENTS,
     oom.ONE_STEP,
-    oom.STAYS,
 )
 SOMETIMES_SAID = (oom.STAY, oom.UNUSED)
 
