@@ -106,7 +106,8 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
     for holder in holders:
         held = holder.keeper
         if held != NOBODY:
-            by_place[name_of(held), held.where, held.graph][held] += holder.nbytes
+            slices_of_any_size = held._replace(part=1)
+            by_place[name_of(held), held.where, held.graph][slices_of_any_size] += holder.nbytes
     if not by_place:
         return NOBODY, 0
     largest = max(by_place.values(), key=Counter.total)

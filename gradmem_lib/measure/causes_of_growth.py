@@ -74,9 +74,8 @@ OF_A_HOOK = (
     "where that has been used."
 )
 KEEP_LESS = (
-    "keep less in `{name}`: numbers, x.item(), of a slice a copy, x[:8].clone(), since a slice "
-    "keeps the whole of x, or x.detach().cpu() for what has to stay; and empty it when it has been "
-    "used."
+    "keep less in `{name}`: numbers, x.item(), or x.detach().cpu() for what has to stay a tensor; "
+    "and empty it when it has been used."
 )
 # The remedies for what a name keeps, by what it is, ...
 OF_A_KIND = {
@@ -84,6 +83,8 @@ OF_A_KIND = {
     "p.grad.norm().item(), or copies off the card, p.grad.cpu().",
     "optimizer": "`{name}` keeps optimizers that no longer step, with their states: let go of one "
     "before the next is made.",
+    "slices": "`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
+    "x.item() of a number, and of a slice a copy, x.clone().",
     "parameters": "the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
     "and weights that are needed again on the host: {{name: t.cpu() for name, t in "
     "model.state_dict().items()}}.",
@@ -194,7 +195,7 @@ def _kept(group: list[Holder], facts: Facts) -> Group | None:
             return None
         of_one = {
             "name": COLLECTED,
-            "stays": min(total(newest), total(found.holders)),
+            "stays": min(total(newest) + found.changes["stays"], total(found.holders)),
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
@@ -233,7 +234,8 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
-    changes: dict[str, Any] = {"growing": old}
+    slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
+    changes: dict[str, Any] = {"growing": old, "stays": sum(slices)}
     if not in_an_evaluation:
         changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
     by = "something that has no name"
@@ -392,7 +394,7 @@ def _what_it_is(holder: Holder) -> str:
         return holder.category
     if holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
         return "parameters"  # copies of weights
-    return "other"
+    return "slices" if holder.keeper.part > 1 else "other"
 
 
 def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
@@ -414,9 +416,8 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
     if not held.in_script:
         return OF_A_TRAINER
     return (
-        f"keep less in `{name}`: x.argmax(-1), of a slice a copy, x[:8].clone(), since a slice "
-        "keeps the whole of x, or x.cpu() for what has to stay whole. A smaller batch does not "
-        "help."
+        f"keep less in `{name}`: x.argmax(-1), or x.cpu() for what has to stay whole. A smaller "
+        "batch does not help."
     )
 
 

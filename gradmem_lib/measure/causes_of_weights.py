@@ -28,8 +28,10 @@ OF_A_REFERENCE = (
 OF_A_MODULE = "for an EMA, keep the averaged weights on the host (.to('cpu')). " + OF_A_REFERENCE
 FROM_BEFORE = (
     "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')), and"
-    " `del` it after load_state_dict. If it is an average of the weights (an EMA), keep it on the "
-    "host: parameter.detach().cpu()."
+    " `del` it after load_state_dict."
+)
+OF_AN_AVERAGE = (
+    " If it is an average of the weights (an EMA), keep it on the host: parameter.detach().cpu()."
 )
 OF_THIS_RUN = (
     "copy to the host (parameter.detach().cpu()), and `del` the copy as soon as it is written or "
@@ -62,6 +64,8 @@ def _copies(
         if not count:
             return None
         changes: dict[str, Any] = {}
+        if remedy == FROM_BEFORE and facts.peak_time > 0:  # before, nothing is averaged
+            changes["remedy"] = FROM_BEFORE + OF_AN_AVERAGE
         if if_called and _calls_another_model(facts):
             changes["remedy"] = CALLED_IN_EACH_STEP + if_called
             changes["stays"] = total(holders) - total(holders) // 2
@@ -199,7 +203,7 @@ FIRST_STATES = Row(
     "The first optimizer step makes its states",
     "{size} of optimizer states are made in this step, and stay: the forwards before it ran without"
     " them.",
-    "SGD without momentum keeps no states, and with it one number a parameter, where Adam keeps "
+    "SGD keeps no states without momentum, and one number a parameter with it, where Adam keeps "
     "two. 8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA "
     "trains fewer parameters. A smaller batch and checkpointing do not change this.",
     those(_is_new_state),

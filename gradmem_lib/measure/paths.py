@@ -74,7 +74,8 @@ class Held(NamedTuple):
     the owner: "list", "dict", "cache", "exception", "cycle", "C++" and so on. ``box``: the path of
     the list, dict or cache on the way that has numbered entries. ``graph``: only the graph of the
     tensor at ``path`` keeps it. ``in_script``: the name is one of the user's own. ``hook``: of an
-    attribute of a module, the script's hook on that module, as a code object.
+    attribute of a module, the script's hook on that module, as a code object. ``part``: the tensor
+    there is no more than a slice of the storage, one of this many equal ones (a power of 2).
     """
 
     path: str
@@ -84,6 +85,7 @@ class Held(NamedTuple):
     graph: bool = False
     in_script: bool = True
     hook: types.CodeType | None = None
+    part: int = 1
 
     @property
     def is_attribute(self) -> bool:
@@ -293,7 +295,7 @@ class _Walk:
         held = None
         for storage in storages_of(tensor):
             held = held or self.way_to(tensor)
-            self.claim(storage_key(storage), held)
+            self.claim(storage_key(storage), held._replace(part=_part_of(storage, tensor)))
         # A view whose base has changed under no_grad has no graph that can be asked for.
         if tensor.requires_grad and tensor.grad_fn is not None:
             self.with_graph.append(tensor)
@@ -378,6 +380,13 @@ def _hook_on(module: nn.Module) -> types.CodeType | None:
             if is_function and is_of_a_script(hook.__code__.co_filename):
                 return hook.__code__
     return None
+
+
+def _part_of(storage: torch.UntypedStorage, tensor: torch.Tensor) -> int:
+    """How many tensors like this one its storage has room for, rounded down to a power of 2."""
+    nbytes = tensor.numel() * tensor.itemsize
+    fitting = storage.nbytes() // max(nbytes, 1)
+    return 1 << max(fitting.bit_length() - 1, 0)
 
 
 def _in_circles() -> list[torch.Tensor]:

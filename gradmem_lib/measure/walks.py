@@ -93,8 +93,8 @@ def likely_holders(entries: Collection[Entry]) -> dict[int, Held]:
         bytes_met[_made(entry)] += entry.nbytes
         bytes_of[_made(entry)][held] += entry.nbytes
         if held.box and held.box != held.path:
-            # Entries of a dict have different paths, in the same dict.
-            bytes_of[_made(entry)][held._replace(path=held.box)] += entry.nbytes
+            # Entries of a dict have different paths, in the same dict, and slices any size.
+            bytes_of[_made(entry)][held._replace(path=held.box, part=1)] += entry.nbytes
     usual = {}
     for kind, holders in bytes_of.items():
         majorities = [held for held, nbytes in holders.items() if 2 * nbytes > bytes_met[kind]]
