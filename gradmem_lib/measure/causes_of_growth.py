@@ -8,7 +8,7 @@ import heapq
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -186,9 +186,11 @@ def _kept(group: list[Holder], facts: Facts) -> Group | None:
     """Those of this group that are no longer in use, if it grows."""
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
-    if max(len(by_step), len(by_forward)) < SEVERAL or _ends(group, facts):
+    if max(len(by_step), len(by_forward)) < SEVERAL:
         return None
     if len(by_step) < SEVERAL:
+        if not _rises(group, facts, facts.forwards_until):
+            return None
         *earlier, newest = by_forward  # the newest result may be in use
         found = _group(earlier, "forward", facts)
         if found is None:
@@ -199,7 +201,7 @@ def _kept(group: list[Holder], facts: Facts) -> Group | None:
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
-    if not _rises(group, facts):
+    if _ends(group, facts) or not _rises(group, facts, facts.time_of):
         return None
     rounds = []
     for time, kept in by_step:
@@ -327,8 +329,9 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
     return list(max(of_modules.values(), key=len, default={}).values())
 
 
-def _rises(group: list[Holder], facts: Facts) -> bool:
-    """Whether there are more and more like these, until most of them go or the run ends.
+def _rises(group: list[Holder], facts: Facts, when: Callable[[Holder], int]) -> bool:
+    """Whether there are more and more like these, until most of them go or the run (or the
+    evaluation) ends. ``when``: the step, or the forward, that has made one.
 
     So a list that each epoch empties rises, while the first n examples, a full cache and a window
     of the last ones stay as many as they are.
@@ -340,6 +343,9 @@ def _rises(group: list[Holder], facts: Facts) -> bool:
             alike.append(holder)
     alike.sort(key=lambda holder: holder.first_sample)
     newest = max(holder.first_sample for holder in group)
+    is_of_steps = when == facts.time_of
+    if not is_of_steps:
+        alike = [holder for holder in alike if holder.first_sample <= newest]
     ends: list[int] = []  # of those that are alive, the first one first
     most, times, time = 0, list[int](), 0
     for holder in alike:
@@ -349,13 +355,14 @@ def _rises(group: list[Holder], facts: Facts) -> bool:
             if holder.first_sample > newest:
                 break
             most, times = 0, []
-        time = facts.time_of(holder)
+        time = when(holder)
         heapq.heappush(ends, holder.end_sample)
         if len(ends) > most:
             most = len(ends)
             times.append(time)
     else:
-        if 2 * total(filter(facts.is_there_at_the_end, group)) > total(group):
+        stays = 2 * total(filter(facts.is_there_at_the_end, group)) > total(group)
+        if is_of_steps and stays:
             time = facts.times
     gaps = [after - before for before, after in pairwise([*sorted(set(times)), time])]
     longest = max(gaps[:-2], default=0) + 1  # the last one may have nothing to do with the others

@@ -178,8 +178,12 @@ class Facts:
 
     def maker_of(self, holder: Holder) -> ForwardPass | None:
         """The last forward that had begun when it was made, if the list still has it."""
-        begun = bisect_right(self._first_samples, holder.first_sample)
+        begun = self.forwards_until(holder)
         return self.forwards[begun - 1] if begun else None
+
+    def forwards_until(self, holder: Holder) -> int:
+        """How many of the forwards in the list had begun when it was made."""
+        return bisect_right(self._first_samples, holder.first_sample)
 
     @cached_property
     def of_the_step(self) -> list[ForwardPass]:
