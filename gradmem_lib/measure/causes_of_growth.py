@@ -342,6 +342,7 @@ def _rises(group: list[Holder], facts: Facts, when: Callable[[Holder], int]) -> 
         if (holder.line, holder.op) in kinds and facts.time_of(holder) >= 0:
             alike.append(holder)
     alike.sort(key=lambda holder: holder.first_sample)
+    oldest = min(holder.first_sample for holder in group)
     newest = max(holder.first_sample for holder in group)
     is_of_steps = when == facts.time_of
     if not is_of_steps:
@@ -359,14 +360,15 @@ def _rises(group: list[Holder], facts: Facts, when: Callable[[Holder], int]) -> 
         heapq.heappush(ends, holder.end_sample)
         if len(ends) > most:
             most = len(ends)
-            times.append(time)
+            if holder.first_sample >= oldest:
+                times.append(time)
     else:
         stays = 2 * total(filter(facts.is_there_at_the_end, group)) > total(group)
         if is_of_steps and stays:
             time = facts.times
     gaps = [after - before for before, after in pairwise([*sorted(set(times)), time])]
     longest = max(gaps[:-2], default=0) + 1  # the last one may have nothing to do with the others
-    return all(gap <= longest for gap in gaps[-2:])
+    return bool(gaps) and all(gap <= longest for gap in gaps[-2:])
 
 
 def _name_of(held: Held, holders: list[Holder]) -> str:
