@@ -175,11 +175,18 @@ def _place_of(holder: Holder) -> tuple | None:
         return holder.line, holder.op, holder.dtype
     if held.kind == "gradient" and not holder.is_of_training:
         return held.where, held.path
+    if _is_history(held):
+        return held.where, held.box.partition(STATES)[0]
     if held.box:
-        return held.where, LAYER.sub(".…", held.box).partition(STATES)[0]
+        return held.where, LAYER.sub(".…", held.box)
     if held.graph:
         return held.where, held.path
     return None
+
+
+def _is_history(held: Held) -> bool:
+    """Whether it is a list of an optimizer's past steps, as LBFGS has."""
+    return held.kind == "optimizer" and STATES in held.box
 
 
 def _kept(group: list[Holder], facts: Facts) -> Group | None:
@@ -245,7 +252,7 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         name = _name_of(held, old)
         by = f"`{name}`"
         changes["remedy"] = _remedy(name, held, old, in_an_evaluation)
-        if STATES in held.box:
+        if _is_history(held):
             changes |= {
                 "remedy": OF_A_HISTORY,
                 "condition": f"If the history has {HISTORY} steps",
@@ -336,39 +343,44 @@ def _rises(group: list[Holder], facts: Facts, when: Callable[[Holder], int]) -> 
     So a list that each epoch empties rises, while the first n examples, a full cache and a window
     of the last ones stay as many as they are.
     """
-    kinds = {(holder.line, holder.op) for holder in group}
-    alike = []
-    for holder in (*facts.at_peak, *facts.others):
-        if (holder.line, holder.op) in kinds and facts.time_of(holder) >= 0:
-            alike.append(holder)
-    alike.sort(key=lambda holder: holder.first_sample)
     oldest = min(holder.first_sample for holder in group)
     newest = max(holder.first_sample for holder in group)
+    alike = _made_alike(group, facts)
     is_of_steps = when == facts.time_of
     if not is_of_steps:
         alike = [holder for holder in alike if holder.first_sample <= newest]
     ends: list[int] = []  # of those that are alive, the first one first
-    most, times, time = 0, list[int](), 0
+    most, rises, time = 0, list[Holder](), 0
     for holder in alike:
         while ends and ends[0] <= holder.first_sample:
             heapq.heappop(ends)
         if 2 * len(ends) < most:
             if holder.first_sample > newest:
                 break
-            most, times = 0, []
+            most = 0  # another epoch
         time = when(holder)
         heapq.heappush(ends, holder.end_sample)
         if len(ends) > most:
             most = len(ends)
-            if holder.first_sample >= oldest:
-                times.append(time)
+            rises.append(holder)
     else:
         stays = 2 * total(filter(facts.is_there_at_the_end, group)) > total(group)
         if is_of_steps and stays:
             time = facts.times
-    gaps = [after - before for before, after in pairwise([*sorted(set(times)), time])]
+    times = sorted({when(holder) for holder in rises if holder.first_sample >= oldest})
+    gaps = [after - before for before, after in pairwise([*times, time])]
     longest = max(gaps[:-2], default=0) + 1  # the last one may have nothing to do with the others
     return bool(gaps) and all(gap <= longest for gap in gaps[-2:])
+
+
+def _made_alike(group: list[Holder], facts: Facts) -> list[Holder]:
+    """All that the same lines have made by the same operations, in order."""
+    kinds = {(holder.line, holder.op) for holder in group}
+    alike = []
+    for holder in (*facts.at_peak, *facts.others):
+        if (holder.line, holder.op) in kinds and facts.time_of(holder) >= 0:
+            alike.append(holder)
+    return sorted(alike, key=lambda holder: holder.first_sample)
 
 
 def _name_of(held: Held, holders: list[Holder]) -> str:
