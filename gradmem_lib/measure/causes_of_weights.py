@@ -41,11 +41,17 @@ OF_THIS_RUN = (
 
 
 def _copies(
-    which: Callable[[Holder, Facts], bool], origin: str, remedy: str, if_called: str = ""
+    which: Callable[[Holder, Facts], bool],
+    origin: str,
+    remedy: str,
+    *,
+    if_called: str = "",
+    in_later_steps: str = "",
 ) -> Row:
     """A row about whole copies of the model among the storages of which ``which`` is true.
 
-    ``if_called``: the remedy for a copy that each step calls.
+    ``if_called``: the remedy for a copy that each step calls. ``in_later_steps``: a sentence that
+    is added if the peak is not in the first step.
     """
 
     def find(found: list[Holder], facts: Facts) -> Group | None:
@@ -63,9 +69,9 @@ def _copies(
                 holders += alike
         if not count:
             return None
-        changes: dict[str, Any] = {}
-        if remedy == FROM_BEFORE and facts.peak_time > 0:  # before, nothing is averaged
-            changes["remedy"] = FROM_BEFORE + OF_AN_AVERAGE
+        changes: dict[str, Any] = {"remedy": remedy}
+        if facts.peak_time > 0:
+            changes["remedy"] += in_later_steps
         if if_called and _calls_another_model(facts):
             changes["remedy"] = CALLED_IN_EACH_STEP + if_called
             changes["stays"] = total(holders) - total(holders) // 2
@@ -100,24 +106,25 @@ def _how_many(model: list[Holder], facts: Facts) -> tuple[list[Holder], int]:
         return shape if has_shapes else (prod(shape),)
 
     weights = Counter(map(place_of, structure.shapes.values()))
-    found = Counter[tuple[int, ...]]()
+    found, numbers = Counter[tuple[int, ...]](), 0
     alike = []
     for holder in model:
         shape = holder.shape
         if is_copy_of_a_storage(holder):
             shape = shape_of.get(holder.nbytes, shape)
         found[place_of(shape)] += 1
+        numbers += prod(shape)
         if place_of(shape) in weights:
             alike.append(holder)
-    everything = sum(prod(shape) * n for shape, n in weights.items())
+    everything = sum(map(prod, structure.shapes.values()))
     count = 0
     while everything:
         more = sum(prod(shape) * min(found[shape], n * (count + 1)) for shape, n in weights.items())
         if more < ALMOST_ALL * everything * (count + 1):
             break
         count += 1
-    left = sum(prod(shape) * n for shape, n in found.items()) - count * everything
-    if facts.of_another_model(model[0]) and abs(left) > (1 - ALMOST_ALL) * everything:
+    others = abs(numbers - count * everything)
+    if facts.of_another_model(model[0]) and others > (1 - ALMOST_ALL) * everything:
         count = 0
     # One tensor that looks like the largest weight may be a batch, or its targets.
     if len(alike) == 1 and not _is_known_to_be_weights(alike[0], facts):
@@ -161,9 +168,8 @@ def _was_copied(holder: Holder, facts: Facts) -> bool:
     if holder.category == "activations":
         return not holder.module and holder.turn < facts.peak.turn
     if holder.category == "parameters":
-        return [h.module for h in facts.at_peak if h.category == "parameters"].count(
-            holder.module
-        ) > 1
+        alike = [h for h in facts.at_peak if h.category == "parameters"]
+        return sum(h.module == holder.module for h in alike) > 1
     return holder.category == "optimizer"
 
 
@@ -176,10 +182,17 @@ COPIES = (
         _of_another_model,
         "parameters of a module that is not the tracked one",
         OF_A_MODULE,
-        OF_A_REFERENCE,
+        if_called=OF_A_REFERENCE,
     ),
-    _copies(_was_copied, "made in the tracked run and still alive", OF_THIS_RUN, OF_THIS_RUN),
-    _copies(_was_there_before, "tensors that were there before this run read them", FROM_BEFORE),
+    _copies(
+        _was_copied, "made in the tracked run and still alive", OF_THIS_RUN, if_called=OF_THIS_RUN
+    ),
+    _copies(
+        _was_there_before,
+        "tensors that were there before this run read them",
+        FROM_BEFORE,
+        in_later_steps=OF_AN_AVERAGE,
+    ),
 )
 
 
