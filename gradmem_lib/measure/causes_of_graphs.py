@@ -33,33 +33,29 @@ from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
 from .timeline import ForwardPass, Holder
 
 
-def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) -> Group | None:
-    inside = made_by(unused, free, facts)
-    holders = made_by(unused, free, facts, and_after=True)
-    if not holders:
-        return None
-    makers = {id(facts.maker_of(holder)) for holder in holders}
-    kept = [done for done in unused if id(done) in makers]
-    needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
-    # A loss is no forward of its own, unless it is all that there is.
-    blamed = [done for done in kept if done.has_weights] or kept
-    # What was computed from the outputs may be the result that the script wants: it stays.
-    others = total(holders) - total(inside)
-    changes = {
-        "lines": lines_of_forwards(blamed),
-        "stays": largest_forward(inside, facts) + others,
-        "needed_in": needed_in,
-    }
-    forwards = f"{len(blamed)} forward{'s' * (len(blamed) > 1)}"
-    return Group(holders, {"forwards": forwards}, changes)
-
-
 def _forwards_that_are(unused: Callable[[ForwardPass, Facts], bool]) -> Find:
     """A search for what forwards have left that record gradients, and no backward uses them."""
 
     def find(free: Sequence[Holder], facts: Facts) -> Group | None:
         found = [done for done in facts.forwards if done.has_graph and unused(done, facts)]
-        return _left_by(found, free, facts)
+        inside = made_by(found, free, facts)
+        holders = made_by(found, free, facts, and_after=True)
+        if not holders:
+            return None
+        makers = {id(facts.maker_of(holder)) for holder in holders}
+        kept = [done for done in found if id(done) in makers]
+        needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
+        # A loss is no forward of its own, unless it is all that there is.
+        blamed = [done for done in kept if done.has_weights] or kept
+        # What was computed from the outputs may be the result that the script wants: it stays.
+        others = total(holders) - total(inside)
+        changes = {
+            "lines": lines_of_forwards(blamed),
+            "stays": largest_forward(inside, facts) + others,
+            "needed_in": needed_in,
+        }
+        forwards = f"{len(blamed)} forward{'s' * (len(blamed) > 1)}"
+        return Group(holders, {"forwards": forwards}, changes)
 
     return find
 
