@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .cause import ALMOST_ALL, MUCH, Group, Row, is_copy_of_a_storage, those
+from .cause import ALMOST_ALL, DOMINATES, Group, Row, is_copy_of_a_storage, those
 from .facts import IN_OPTIMIZER_STEP, INPUTS, Facts, total
 from .timeline import Holder
 
@@ -245,7 +245,7 @@ WIDE = Row(
     "a frozen weight is never updated, so bf16 rounds it only once: load the model with "
     "dtype=torch.bfloat16, which leaves half of these bytes.",
     those(_is_wide),
-    least=MUCH,
+    least=DOMINATES,
     stays=0.5,
     condition="If these weights are half as wide",
 )

@@ -131,7 +131,7 @@ class Preferences(nn.Module):
         self.reference = copy.deepcopy(self.policy)
 
 
-@has(FIRST_STEP, WIDE)
+@has(FIRST_STEP)
 def reference_in_the_model():
     both = Preferences()
     both.reference.requires_grad_(False)
