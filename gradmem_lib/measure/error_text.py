@@ -123,9 +123,12 @@ _LONGEST = 1500  # characters of one message without white space
 
 # The figures of a message, each by the words that stand beside it.
 _FIGURES = {
-    "asked": rf"[Tt]riedtoallocate(?:morethan)?([\d.]+)(bytes|[KMGTE]i?B)|Requested:{_SIZE}"
-    rf"|Invalidbuffersize:{_SIZE}",
-    "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}|Devicelimit:{_SIZE}",
+    # XLA writes 6.48G, and a budget no unit
+    "asked": r"(?:toalloc(?:ate)?|allocating|reserve|askedfor)(?:morethan)?([\d.,]+)"
+    rf"(bytes|[KMGTE](?:i?B)?)|Requested:{_SIZE}|Invalidbuffersize:{_SIZE}",
+    "live": r"bytes:([\d,]+)live",
+    "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}|Devicelimit:{_SIZE}"
+    r"|\),([\d,]+)allowed",
     "free": rf"{_SIZE}free;|{_SIZE}isfree|Free\(accordingtoCUDA\):{_SIZE}",
     "allowed": rf"{_SIZE}allowed;|maxallowed:{_SIZE}",
     "allocated": rf"{_SIZE}alreadyallocated|{_SIZE}isallocatedbyPyTorch|MPSallocated:{_SIZE}"
@@ -321,79 +324,34 @@ def read_error(text: str) -> ErrorText | None:
 
 
 def _read_message(kind: str, line: int, stream: str, count: int, message: str) -> ErrorText:
-    if kind == "budget":
-        return ErrorText(kind, line, stream, count, message, **_budget_figures(message))
-    figures = {}
-    unknown = False
-    for name, words in _FIGURES.items():
-        nbytes = _figure(words, message)
-        if name == "this_process" and nbytes is not None and not 0 < nbytes < ENDLESS:
-            unknown = True
-            nbytes = None
-        figures[name] = nbytes
-    processes = {}
-    for pid, number, unit in _PROCESS.findall(message):
-        nbytes = _bytes(number, unit)
-        if 0 < nbytes < ENDLESS:
-            processes[int(pid)] = nbytes
-        else:
-            unknown = True
+    figures: dict[str, Any] = {name: _figure(words, message) for name, words in _FIGURES.items()}
+    processes = {int(pid): _bytes(*size) for pid, *size in _PROCESS.findall(message)}
+    known = {number: nbytes for number, nbytes in processes.items() if 0 < nbytes < ENDLESS}
+    figures |= {"processes": known, "unknown_process": known != processes}
+    own = figures["this_process"]
+    if own is not None and not 0 < own < ENDLESS:
+        figures |= {"this_process": None, "unknown_process": True}
+    asked, live = figures["asked"], figures.pop("live")
+    if live is not None and asked is not None:  # a budget counts the refused request as live
+        figures |= {"allocated": live - asked, "idle": 0}
     reserved, cached = figures.pop("reserved"), figures.pop("cached")
     if cached is not None:  # up to 1.3
         figures["idle"] = cached
     elif reserved is not None and figures["allocated"] is not None:
         figures["idle"] = max(0, reserved - figures["allocated"])
-    if kind == "host":
-        words = r"(?:triedtoallocate|failedtoalloc)([\d,]+)(bytes)"
-        words += rf"|Unabletoallocate{_SIZE}foranarray"
-        figures["asked"] = _figure(words, message)
-    if kind == "other library":
-        words = r"(?:allocat(?:e|ing)|reserve)([\d.,]+)(bytes|[KMGT](?:i?B)?)"  # XLA writes 6.48G
-        figures["asked"] = _figure(words, message)
-    setting, version = _version(kind, message)
-    return ErrorText(
-        kind,
-        line,
-        stream,
-        count,
-        message,
-        processes=processes,
-        unknown_process=unknown,
-        setting=setting,
-        version=version,
-        **figures,
-    )
+    figures["setting"], figures["version"] = _version(kind, message)
+    return ErrorText(kind, line, stream, count, message, **figures)
 
 
 def _figure(words: str, message: str) -> int | None:
     match = re.search(words, message, re.IGNORECASE)
     if match is None:
         return None
-    number, unit = (group for group in match.groups() if group is not None)
-    return _bytes(number, unit)
+    return _bytes(*filter(None, match.groups()))
 
 
-def _bytes(number: str, unit: str) -> int:
+def _bytes(number: str, unit: str = "bytes") -> int:
     return round(float(number.replace(",", "").strip(".")) * _UNITS[unit.lower()])
-
-
-def _budget_figures(message: str) -> dict[str, Any]:
-    """The figures of this library's ``BudgetExceeded``: live bytes count the refused request."""
-    words = {
-        "live": r"bytes:([\d,]+)live",
-        "total": r"\),([\d,]+)allowed",
-        "asked": r"askedfor([\d,]+)bytes",
-    }
-    found = {}
-    for name, pattern in words.items():
-        match = re.search(pattern, message)
-        if match is not None:
-            found[name] = int(match[1].replace(",", ""))
-    live = found.pop("live", None)
-    if live is not None and "asked" in found:
-        found["allocated"] = live - found["asked"]
-        found["idle"] = 0
-    return found
 
 
 def _version(kind: str, message: str) -> tuple[str, str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, prod
+from math import prod
 
 import numpy as np
 
@@ -132,33 +132,6 @@ class Facts:
             names &= self.structure.trained | self.optimized
         return frozenset(names)
 
-    @cached_property
-    def twins(self) -> dict[str, str]:
-        """The names of parameters that nothing trains, in a part of the model that has the same
-        names and shapes as the part beside it that has most of what is trained: a reference, a
-        target network. To each name, the part. Layers of a list are no such parts.
-        """
-        in_training = self.trained & (self.optimized or self.trained)
-        parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
-        trained = Counter[str]()  # how many parameters of each part
-        for name, shape in self.structure.shapes.items():
-            part, _, rest = name.rpartition(".")
-            while part:
-                parts[part][rest] = shape
-                trained[part] += name in in_training
-                part, _, last = part.rpartition(".")
-                rest = f"{last}.{rest}"
-        twins = dict[str, str]()
-        for other, count in trained.items():
-            if 2 * count <= len(in_training):
-                continue
-            for part, weights in parts.items():
-                is_beside = part.rpartition(".")[0] == other.rpartition(".")[0]
-                is_alike = is_beside and weights.items() <= parts[other].items()
-                if is_alike and not trained[part] and not self.structure.in_layers(part):
-                    twins.update((f"{part}.{rest}", part) for rest in weights)
-        return twins
-
     def gradients_to_come(self) -> int:
         """The bytes of gradients of the trained parameters that are not there at the peak."""
         nbytes = sum(map(self.structure.nbytes, self.trained))
@@ -205,8 +178,12 @@ class Facts:
 
     def maker_of(self, holder: Holder) -> ForwardPass | None:
         """The last forward that had begun when it was made, if the list still has it."""
-        begun = bisect_right(self._first_samples, holder.first_sample)
+        begun = self.forwards_until(holder)
         return self.forwards[begun - 1] if begun else None
+
+    def forwards_until(self, holder: Holder) -> int:
+        """How many of the forwards in the list had begun when it was made."""
+        return bisect_right(self._first_samples, holder.first_sample)
 
     @cached_property
     def of_the_step(self) -> list[ForwardPass]:
@@ -258,27 +235,6 @@ class Facts:
     def loss_of_whole_rows(self) -> bool:
         """Whether the loss sums over all ways through a row, so that no token has its own part."""
         return any("ctc_loss" in holder.op for holder in self.at_peak)
-
-    @property
-    def numbers_of_states(self) -> float:
-        """How many numbers the optimizer keeps for each weight that has any; infinite if that is
-        not known, as in a step that has not ended.
-        """
-        in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
-        if in_a_step or not self.structure.shapes:
-            return inf
-        states, names = 0, set[str]()
-        for holder in self.at_peak:
-            if holder.category == "optimizer":
-                width = 4 if holder.dtype is None else holder.dtype.itemsize  # float32
-                states += holder.nbytes // width
-                names.add(holder.module)
-        shapes = self.structure.shapes
-        # a weight that was added after the optimizer was made has no states
-        have_states = frozenset(names & shapes.keys())
-        if not have_states:  # their names are not known
-            have_states = self.trained
-        return states / max(sum(prod(shapes[name]) for name in have_states), 1)
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for

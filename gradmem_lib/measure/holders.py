@@ -1,14 +1,12 @@
-"""A list of storages that shows itself as a table, in a terminal and in a notebook."""
+"""A list of storages that shows itself as a table."""
 
 from __future__ import annotations
-
-from html import escape
 
 from .timeline import Holder
 
 HEADINGS = ("bytes", "category", "tensor", "module", "line", "held by")
 SHOWN = 20  # rows; a run may have thousands of storages
-WIDEST = (15, 12, 24, 24, 40, 32)  # letters of each column in a terminal; the rest is cut
+WIDEST = (15, 12, 24, 24, 40, 32)  # letters of each column; the rest is cut
 
 
 class Holders(list[Holder]):
@@ -17,16 +15,8 @@ class Holders(list[Holder]):
     def __repr__(self) -> str:
         if not self:
             return "no storages"
-        lines = list(map(_line, zip(*self._columns(WIDEST), strict=True)))
+        lines = list(map(_line, zip(*self._columns(), strict=True)))
         return "\n".join([*lines, *self._rest()])
-
-    def _repr_html_(self) -> str:
-        if not self:
-            return repr(self)
-        head, *body = zip(*self._columns(), strict=True)
-        rows = [_html_row("th", head)]
-        rows += [_html_row("td", row) for row in body]
-        return f"<table>{''.join(rows)}</table>{''.join(self._rest())}"
 
     def _rest(self) -> list[str]:
         """A sentence about what is not shown, or none."""
@@ -36,15 +26,12 @@ class Holders(list[Holder]):
         nbytes = sum(holder.nbytes for holder in rest)
         return [f"{len(rest):,} more have {nbytes:,} bytes together"]
 
-    def _columns(self, widest=()) -> list[list[str]]:
-        """Each column that says anything, below its heading; padded where ``widest`` is given."""
+    def _columns(self) -> list[list[str]]:
+        """Each column that says anything, below its heading."""
         columns = []
         for number, column in enumerate(zip(*map(_cells, self[:SHOWN]), strict=True)):
             if any(column):
-                cells = [HEADINGS[number], *column]
-                if widest:
-                    cells = _padded(cells, widest[number])
-                columns.append(cells)
+                columns.append(_padded([HEADINGS[number], *column], WIDEST[number]))
         return columns
 
 
@@ -80,7 +67,3 @@ def _padded(cells: list[str], most: int) -> list[str]:
 def _line(cells: tuple[str, ...]) -> str:
     nbytes, *others = cells
     return "  ".join([nbytes.strip().rjust(len(nbytes)), *others]).rstrip()
-
-
-def _html_row(tag: str, cells: tuple[str, ...]) -> str:
-    return f"<tr>{''.join(f'<{tag}>{escape(cell)}</{tag}>' for cell in cells)}</tr>"

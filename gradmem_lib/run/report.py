@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 
 from ..measure.cause import in_words
 from ..measure.causes_of_growth import GROWTH
 from ..measure.diagnosis import Diagnosis
-from ..measure.timeline import Holder, MemorySnapshot, Timeline
+from ..measure.timeline import Holder, MemorySnapshot
 from ..units import format_bytes
 from ..view.diagnosis import diagnose
 from ..view.live import explorable_html, scene_of
 from ..view.timeline import describe
-from .host import Host
-from .steps import StepPeak, in_rows
+from .steps import in_rows
 from .tracking import ScriptTracker
 
 SHOWN_HOLDERS, SHOWN_STEPS = 40, 40
@@ -59,44 +59,14 @@ class Report:
     """
 
     title: str
-    budget: int | None
-    steps: int
-    device: str
-    allocator: dict[str, int] | None
-    diagnosis: Diagnosis
-    timeline: Timeline
-    moment_peaks: dict[str, int]
-    step_peaks: Sequence[StepPeak]
-    groups: Sequence[Group]
-    notes: Sequence[str]
-    host: Host
-    growing_graph: str = ""
+    tracker: ScriptTracker
     ended: str = ""
     failed: bool = False
     error: str = ""
 
-    @classmethod
-    def of(
-        cls, tracker: ScriptTracker, title: str, *, ended: str, failed: bool, error: str
-    ) -> Report:
-        return cls(
-            title=title,
-            budget=tracker.budget,
-            steps=tracker.steps,
-            device=str(tracker.device),
-            allocator=tracker.allocator,
-            diagnosis=diagnose(tracker),
-            timeline=tracker.timeline,
-            moment_peaks=tracker.moment_peaks,
-            step_peaks=tracker.step_peaks,
-            groups=grouped(tracker.holders()),
-            notes=tracker.notes,
-            host=tracker.host,
-            growing_graph=tracker.growing_graph,
-            ended=ended,
-            failed=failed,
-            error=error,
-        )
+    @cached_property
+    def diagnosis(self) -> Diagnosis:
+        return diagnose(self.tracker)
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -104,8 +74,9 @@ class Report:
 
     @property
     def headline(self) -> str:
-        steps = f"{self.steps:,} optimizer step{'s' * (self.steps != 1)}"
-        words = f"{steps}, bytes of the {self.device.upper()} counted."
+        done = self.tracker.steps
+        steps = f"{done:,} optimizer step{'s' * (done != 1)}"
+        words = f"{steps}, bytes of the {str(self.tracker.device).upper()} counted."
         return f"{words} {self.ended}".rstrip()
 
     @property
@@ -113,7 +84,7 @@ class Report:
         """Whether the script has failed in its first forward, or right after it."""
         facts = self.diagnosis.facts
         finished = [done for done in facts.forwards if done.live_after]
-        has_trained = self.steps > 0 or facts.had_backward
+        has_trained = self.tracker.steps > 0 or facts.had_backward
         return self.failed and not has_trained and len(finished) <= 1
 
     def by_category(self) -> list[tuple[str, int]]:
@@ -122,7 +93,7 @@ class Report:
 
     def by_moment(self) -> list[tuple[str, int]]:
         """The highest number of live bytes in each moment that occurred."""
-        return sorted(self.moment_peaks.items(), key=lambda pair: -pair[1])
+        return sorted(self.tracker.moment_peaks.items(), key=lambda pair: -pair[1])
 
     def next_thing(self) -> str:
         """The first thing to do, in a sentence; empty if there is nothing."""
@@ -144,7 +115,7 @@ class Report:
 
     def text(self) -> str:
         step = ""
-        if self.steps and not self.diagnosis.facts.outside_of_training:
+        if self.tracker.steps and not self.diagnosis.facts.outside_of_training:
             step = f", in step {self.peak.step + 1:,}"
         lines = [
             f"gradmem run {self.title}: {self.headline}",
@@ -160,9 +131,10 @@ class Report:
         return "\n".join(line for line in lines if line)
 
     def html(self) -> str:
-        settings = {"title": "Live bytes by category", "budget": float(self.budget or 0)}
-        scene = scene_of(self.timeline, self.peak, **settings)
-        words = escape(describe(self.timeline, title=self.title, budget=self.budget))
+        timeline, budget = self.tracker.timeline, self.tracker.budget
+        settings = {"title": "Live bytes by category", "budget": float(budget or 0)}
+        scene = scene_of(timeline, self.peak, **settings)
+        words = escape(describe(timeline, title=self.title, budget=budget))
         picture = explorable_html([scene], words)
         categories = _table(("category at the peak", "*bytes"), _sizes(self.by_category()))
         moments = _table(("highest of each moment", "*bytes"), _sizes(self.by_moment()))
@@ -184,20 +156,20 @@ class Report:
 
     def _growth(self) -> list[str]:
         """What grows beside the counted tensors, or without a byte of them."""
-        found = [self.host.growth()]
+        found = [self.tracker.host.growth()]
         if GROWTH not in [cause.name for cause in self.diagnosis.causes]:
-            found.append(self.growing_graph)
+            found.append(self.tracker.growing_graph)
         return [words for words in found if words]
 
     def _more(self) -> list[str]:
         """The allocator's figures, an error that was read, and notes."""
-        lines = self.host.words()
-        if self.allocator:
-            figures = [f"{name} {format_bytes(n)}" for name, n in self.allocator.items()]
+        lines = self.tracker.host.words()
+        if self.tracker.allocator:
+            figures = [f"{name} {format_bytes(n)}" for name, n in self.tracker.allocator.items()]
             lines.append(f"The allocator's own figures: {', '.join(figures)}.")
         if self.error:
             lines.append(f"What the error says:\n{self.error}")
-        lines += [f"Note: {note}." for note in self.notes]
+        lines += [f"Note: {note}." for note in self.tracker.notes]
         return lines
 
     def _causes(self) -> str:
@@ -230,14 +202,15 @@ class Report:
 
     def _steps(self) -> str:
         rows = []
-        for peak in in_rows(list(self.step_peaks), SHOWN_STEPS):
+        for peak in in_rows(self.tracker.step_peaks, SHOWN_STEPS):
             sizes = format_bytes(peak.total), format_bytes(peak.live_after)
             rows.append((peak.words, sizes[0], peak.moment, sizes[1]))
         return _table(("step", "*peak", "in", "*live at its end"), rows)
 
     def _holders(self) -> str:
         rows = []
-        for group in self.groups[:SHOWN_HOLDERS]:
+        groups = grouped(self.tracker.holders())
+        for group in groups[:SHOWN_HOLDERS]:
             holder = group.example
             rows.append(
                 (
@@ -253,7 +226,7 @@ class Report:
         heads = ("*bytes", "made at", "category", "*storages")
         of_the_largest = ("the largest is of", "its tensor", "held by")
         table = _table((*heads, *of_the_largest), rows)
-        rest = self.groups[SHOWN_HOLDERS:]
+        rest = groups[SHOWN_HOLDERS:]
         if rest:
             nbytes = sum(group.nbytes for group in rest)
             table += f"<p>{len(rest):,} more lines have {format_bytes(nbytes)} together.</p>"

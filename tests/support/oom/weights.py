@@ -131,27 +131,18 @@ class Preferences(nn.Module):
         self.reference = copy.deepcopy(self.policy)
 
 
-def of_preferences(both, expected=None):
+@has(FIRST_STEP)
+def reference_in_the_model():
+    both = Preferences()
+    both.reference.requires_grad_(False)
     optimizer, x = adamw(both.policy), torch.randn(16, 64)
 
     def step(i):
         with torch.no_grad():
-            goal = expected if expected is not None else both.reference(x)
+            goal = both.reference(x)
         updated(F.mse_loss(both.policy(x), goal), optimizer)
 
     return trained(both, optimizer, step, steps=2)
-
-
-@has(COPIED, FIRST_STEP, says="compute its outputs once")
-def reference_in_the_model(remedied=False):
-    both = Preferences()
-    both.reference.requires_grad_(False)
-    if not remedied:
-        return of_preferences(both)
-    with torch.no_grad():
-        expected = both.reference(torch.randn(16, 64))
-    del both.reference
-    return of_preferences(both, expected)
 
 
 @has(COPIED)
@@ -252,16 +243,6 @@ def first_step(remedied=False, steps=2, given=False):
         for _ in range(steps):
             run()
     return tracker
-
-
-def momentum_sgd():
-    net, x = Net(1024), torch.randn(16, 64)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
-
-    def step(i):
-        updated(net(x).square().mean(), optimizer)
-
-    return trained(net, optimizer, step, steps=2)
 
 
 @has(DOUBLE, says="model.float()")
