@@ -177,7 +177,19 @@ def _was_there_before(holder: Holder, facts: Facts) -> bool:
     return holder.step < 0 and _is_loose(holder, facts)
 
 
+def _is_of_a_twin(holder: Holder, facts: Facts) -> bool:
+    # a model of an earlier round was updated
+    is_twin = holder.category == "parameters" and holder.module in facts.twins
+    return is_twin and holder.updated < 0
+
+
+def _twins(found: list[Holder], facts: Facts) -> Group:
+    part = facts.twins[found[0].module]
+    return Group(found, {"how_many": "a second copy", "origin": f"`{part}`, which nothing trains"})
+
+
 COPIES = (
+    Row(COPIED, EVIDENCE, OF_A_REFERENCE, those(_is_of_a_twin, _twins)),
     _copies(
         _of_another_model,
         "parameters of a module that is not the tracked one",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -131,6 +131,33 @@ class Facts:
         if self.optimized is not None:
             names &= self.structure.trained | self.optimized
         return frozenset(names)
+
+    @cached_property
+    def twins(self) -> dict[str, str]:
+        """The names of parameters that nothing trains, in a part of the model that has the same
+        names and shapes as the part beside it that has most of what is trained: a reference, a
+        target network. To each name, the part. Layers of a list are no such parts.
+        """
+        in_training = self.trained & (self.optimized or self.trained)
+        parts = defaultdict[str, dict[str, tuple[int, ...]]](dict)
+        trained = Counter[str]()  # how many parameters of each part
+        for name, shape in self.structure.shapes.items():
+            part, _, rest = name.rpartition(".")
+            while part:
+                parts[part][rest] = shape
+                trained[part] += name in in_training
+                part, _, last = part.rpartition(".")
+                rest = f"{last}.{rest}"
+        twins = dict[str, str]()
+        for other, count in trained.items():
+            if 2 * count <= len(in_training):
+                continue
+            for part, weights in parts.items():
+                is_beside = part.rpartition(".")[0] == other.rpartition(".")[0]
+                is_alike = is_beside and weights.items() <= parts[other].items()
+                if is_alike and not trained[part] and not self.structure.in_layers(part):
+                    twins.update((f"{part}.{rest}", part) for rest in weights)
+        return twins
 
     def gradients_to_come(self) -> int:
         """The bytes of gradients of the trained parameters that are not there at the peak."""
