@@ -24,8 +24,7 @@ from ..compat.trees import tree_map
 from ..model.description import Description
 from ..model.layers import Named, find_layers
 from ..model.linear import linear_layers
-from ..prediction.caches import without_new_entries
-from ..prediction.closures import variables_put_back
+from ..prediction.surroundings import left_alone
 from ..techniques.module_state import left_as_it_was
 from ..techniques.splitting import count_rows
 from ..training.recipe import Recipe
@@ -157,8 +156,7 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
         # A forward may keep a mask or a bias for the next one. Made from fake tensors, it would
         # break the next real step.
         stack.enter_context(left_as_it_was(together))
-        stack.enter_context(without_new_entries(together))
-        stack.enter_context(variables_put_back(together))
+        stack.enter_context(left_alone(together))
         stack.enter_context(without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
