@@ -7,7 +7,6 @@ real and on fake tensors.
 """
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 
@@ -18,7 +17,6 @@ from ..compat.trees import tree_leaves
 from .question import CannotTrace
 
 aten = torch.ops.aten
-PAGE = 4096  # in oneDNN, each part of an LSTM's workspace begins on a new page
 
 
 def _view(args, out):
@@ -162,57 +160,6 @@ def _loss_reduced_in_place(position: int) -> Callable:
     return correct
 
 
-def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
-    """Bytes that oneDNN's LSTM keeps for backward, for one layer and direction in float32.
-
-    It follows oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of
-    states for each of ``seq`` steps and the one before them, below and above the layer. Each begins
-    on a new page, and most have padded rows.
-    """
-
-    def row(n: int) -> int:
-        n = -(-n // 16) * 16  # floats in whole cache lines, but no multiple of 256
-        return n + 16 if n % 256 == 0 else n
-
-    def pages(floats: int) -> int:
-        return -(-4 * floats // PAGE) * PAGE
-
-    states = 2 * (seq + 1) * batch
-    return (
-        pages(seq * batch * row(4 * hidden))
-        + pages(seq * batch * row(hidden))
-        + 3 * pages(states * row(max(inputs, hidden)))
-        + 2 * pages(states * hidden)
-    )
-
-
-def _lstm(args, out):
-    """With gradients on, oneDNN's LSTM also returns its workspace.
-
-    PyTorch's fake does not know the workspace's size.
-    """
-    x, hidden = args[0], args[10]
-    if not torch.is_grad_enabled():
-        return out
-    if x.dtype != torch.float32 or not _lstm_formula_is_exact():
-        raise CannotTrace(
-            f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: "
-            "predict it in float32, or measure one real step with MemoryTracker"
-        )
-    nbytes = lstm_workspace(*x.shape[:2], x.shape[2], hidden)
-    return (*out[:3], x.new_empty(nbytes, dtype=torch.uint8))
-
-
-@cache
-def _lstm_formula_is_exact() -> bool:
-    """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real
-    LSTMs, once.
-    """
-    with without_modes():
-        sizes = (3, 5, 70, 40), (40, 3, 8, 64)
-        return all(operators.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
-
-
 def _embedding_bag(args, out):
     """``embedding_bag`` numbers its bags in tensors that it then shortens, and their storages keep
     their sizes.
@@ -221,11 +168,10 @@ def _embedding_bag(args, out):
     return out[0], bags[:-1] if out[1].numel() else out[1], sizes[: out[2].numel()], out[3]
 
 
-def _refuse_cudnn_rnn(args, out):
+def _refuse_lstm(args, out):
     raise CannotTrace(
-        "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's "
-        "library knows: measure one real step with MemoryTracker on the card, or predict "
-        "target='cpu'"
+        "nn.LSTM keeps a workspace for backward whose size only oneDNN, or cuDNN on a card, knows: "
+        "measure one real step with MemoryTracker"
     )
 
 
@@ -241,6 +187,7 @@ _EVERYWHERE: dict[object, Callable] = {
     aten.native_group_norm.default: _norm(1),
     aten.native_batch_norm.default: _norm(1),
     operators.log_softmax_backward: _contiguous,
+    operators.lstm_layer: _refuse_lstm,
 } | dict.fromkeys(operators.ops_of_one_dtype, _require_one_dtype)
 _EVERYWHERE |= dict.fromkeys(operators.products, _require_one_dtype_of_all)
 # Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
@@ -255,7 +202,6 @@ _ON_CPU = _EVERYWHERE | {
     aten.native_group_norm.default: _norm(1, _with_float32_statistics),
     aten.native_batch_norm.default: _batch_norm,
     aten.native_batch_norm_backward.default: lambda args, out: _in_the_layout_of(args[1], out),
-    operators.lstm_layer: _lstm,
     operators.embedding_bag: _embedding_bag,
     aten.log_sigmoid_forward.default: lambda args, out: tuple(_contiguous(args, t) for t in out),
     aten.mse_loss.default: _loss_reduced_in_place(2),
@@ -273,10 +219,11 @@ _ON_CPU = _EVERYWHERE | {
 }
 for _op in operators.ops_of_one_dtype:
     _ON_CPU[_op] = _with_one_dtype(_ON_CPU[_op])
-_ON_CARD = _EVERYWHERE | dict.fromkeys(operators.recurrent, _refuse_cudnn_rnn)
-_ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
-    args, _norm(2)(args, out)
-)
+_ON_CARD = _EVERYWHERE | {
+    aten.native_layer_norm.default: lambda args, out: _with_float32_statistics(
+        args, _norm(2)(args, out)
+    ),
+}
 # By target and operator: functions that take the arguments and PyTorch's fake result, and return
 # the result of the target's kernel. They raise ``CannotTrace`` if it cannot be known.
 BY_TARGET: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}

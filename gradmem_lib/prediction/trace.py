@@ -212,7 +212,6 @@ class _FakeStep:
         for one in question.kept:
             keep[one.several.layers] += one.count
         model = fake_copy(source.skeleton, keep, self.without_graph)
-        self.mode.know_parameters(model)
         self.lists = self._kept_layers(model)
         modes = {module: module.training for module in model.modules()}
         cache = getattr(getattr(model, "config", None), "use_cache", None)

@@ -18,8 +18,13 @@ import torch
 import transformers
 from support.nightly import ALL, each
 from support.paths import ROOT
+from transformers import LlamaConfig
 
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.names import OPTIMIZERS, PRECISIONS
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
 
 # Whatever a plain checkout on a machine with torch and transformers may lack.
 BARE = """
@@ -102,27 +107,48 @@ def written() -> dict[Path, int]:
 
 
 def test_dry_runs_from_a_plain_checkout_are_as_predicted_and_write_nothing(tmp_path):
-    """Every night with every case of the fine-tuning. Otherwise there is no time for any of them:
-    whatever it imports is there.
-    """
     before = written()
     only = each(2, ["vit 32x", "llama-7b", "qwen3 8x1024", "gqa 4x1024", "adamw-8bit"])
     dry = "--dry-run"
     printed = from_a_plain_checkout(
         tmp_path,
         ["gpu_predict.py", dry, "--only", *only],
-        ["gpu_finetune.py", dry, "--seconds", "600" if ALL else "0"],
         ["optimizers.py", dry, "--steps", "1"],
         ["recompute_or_move.py", dry, "--rounds", "1", "--settings", "chain", "full"],
     )
     measured = 6 if ALL else 3
     assert f"{measured} measured, 0 left out, 0 failed" in printed
     assert f"0 of {measured} not as predicted, to the byte" in printed
-    assert f"Dry run: {24 if ALL else 0} lines, 0 failed, 0 not as predicted" in printed
     assert printed.count(" states ") == 10 and "muon" in printed
     assert printed.count("time / none") == 9 + 11
     assert written() == before
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_quantized_model_is_built_from_never_was_larger(gpu):
+    """No matrix of the base in 16 bits at any time, and a loss that is a number."""
+    recipe = Recipe(precision="bf16", lora_rank=16, quantized_base=True, chunked_loss=True)
+    config = LlamaConfig(**gpu.TINY, tie_word_embeddings=True)
+    with MemoryTracker(live=False) as tracker:
+        run = gpu.built(config, recipe, "cpu")
+    assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
+    kept = sum({p.untyped_storage().data_ptr(): p.nbytes for p in run.model.parameters()}.values())
+    assert tracker.peak.total < 1.1 * kept + 4096
+    batch = example_batch(run.model, 4, 16)
+    assert torch.isfinite(step(run.model, run.optimizer, batch, recipe))
+    run.undo.close()
+
+
+def test_an_error_is_a_result(gpu):
+    case, config = gpu.Case("llama", 2, 16), LlamaConfig(**gpu.TINY)
+    place = gpu.DryRun()
+    found = gpu.outcome(lambda: gpu.trained(case, config, place, deadline=0.0))
+    assert "left out" in found
+
+    def breaks():
+        raise ValueError("no such thing\nat all")
+
+    assert gpu.outcome(breaks) == {"error": "ValueError: no such thing"}
 
 
 MEASURED = {"allocated": 1010, "reserved": 2500, "between steps": 10}
@@ -135,7 +161,7 @@ def run_pretended(gpu, monkeypatch, *arguments, total=2**40, first=None) -> int:
     place = SimpleNamespace(tiny=True, target="cpu", total=total, left=lambda: 10)
     found = iter([first or MEASURED])
     monkeypatch.setattr(gpu, "place_of", lambda dry: place)
-    monkeypatch.setattr(gpu, "tried", lambda place, ask, deadline: next(found, MEASURED))
+    monkeypatch.setattr(gpu, "outcome", lambda run: next(found, MEASURED))
     monkeypatch.setattr(gpu, "with_rows", lambda case, config, place: replace(case, rows=3))
 
     def predicted(case, config, place):
@@ -220,7 +246,7 @@ def test_make_gpu_takes_a_python_that_has_torch(tmp_path, own):
     assert done.returncode == 0, done.stderr
     calls = [c for c in (tmp_path / "calls").read_text().splitlines() if " -c " not in c]
     python = "mine" if own else ".venv/bin/python"
-    assert calls == [f"{python} benchmarks/gpu_predict.py", f"{python} benchmarks/gpu_finetune.py"]
+    assert calls == [f"{python} benchmarks/gpu_predict.py"]
 
 
 def test_a_figure_is_the_median_of_the_ratios_within_a_round(load):
