@@ -116,7 +116,7 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
 
     def __init__(self, target: str | None = None):
         super().__init__(allow_non_fake_inputs=True)
-        self._corrections = corrections.BY_TARGET.get(target, {})
+        self._corrections = corrections.by_target(target)
         self.value: float | None = None
         # What is known of tensors without their values: UNIFORM, or the one value in them.
         self.known: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
@@ -141,8 +141,8 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._compute(func, types, args, kwargs or {})
         self._refuse(func, args, out)
-        if func in self._corrections:
-            out = self._corrections[func](args, out)
+        for correct in self._corrections.get(func, ()):
+            out = correct(args, out)
         if key is not None:
             self._remember(key, func, args, out)
         return out
