@@ -75,9 +75,8 @@ def cases_8b() -> list[tuple[str, str, Recipe]]:
         for rank in (8, 16):
             low = {"lora_rank": rank, "quantized_base": quantized}
             found.append((family, "HF defaults", replace(HF_WAY, **low)))
-            found += [
-                (family, "ours", replace(OUR_WAY, accumulation=pieces, **low)) for pieces in (2, 1)
-            ]
+            for pieces in (2, 1):
+                found.append((family, "ours", replace(OUR_WAY, accumulation=pieces, **low)))
     return found
 
 

@@ -65,7 +65,6 @@ TINY = {  # settings of a dry run's models, by the names of any family
     "patch_size": 8,
     "num_labels": 10,
 }
-FILL = 0.75  # of the card, for the cases that fill it: what is reserved must fit as well
 
 FAMILIES = ("llama", "gqa", "qwen3", "gpt2", "bert", "vit")
 # By a name of ours, a known model, or a Llama's sizes.
@@ -177,18 +176,15 @@ def place_of(dry: bool) -> Card | DryRun | None:
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` is a number of rows, or ``None`` for as many as the card holds.
-
-    ``seq_len`` is ``None`` for images.
-    """
+    """``seq_len`` is ``None`` for images."""
 
     model: str
-    rows: int | None
+    rows: int
     seq_len: int | None
     recipe: Recipe = field(default_factory=Recipe)
 
     def __str__(self) -> str:
-        size, recipe = f"{self.rows or 'full'}x{self.seq_len or 0}", self.recipe
+        size, recipe = f"{self.rows}x{self.seq_len or 0}", self.recipe
         named = [self.model, size, str(recipe.precision), recipe.optimizer]
         return " ".join([*named, *words(recipe, "precision", "optimizer")])
 
@@ -229,15 +225,15 @@ ABOVE = {recipe.optimizer for *_, recipe in EVERYWHERE} | {case.recipe.optimizer
 OTHER_OPTIMIZERS = tuple(
     Case("llama", 4, 512, replace(BF16, optimizer=name)) for name in OPTIMIZERS if name not in ABOVE
 )
-AS_MANY_AS_IT_HOLDS = (
-    Case("llama-1b", None, 2048, BF16),
-    Case("llama-1b", None, 4096, replace(BF16, checkpointing="per-layer")),
-    Case("llama-7b", None, 2048, replace(BF16, lora_rank=16, checkpointing="per-layer")),
-    Case("vit", None, None, Recipe(precision="autocast-bf16", optimizer="adamw-fused")),
-    Case("bert", None, 512, BF16),
-    Case("gpt2", None, 1024, Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
-    Case("llama-1b", None, 1024, Recipe(precision="float32-master", checkpointing="per-layer")),
-    Case("llama-7b", None, 2048, replace(BF16, in_backward=True, checkpointing="per-layer")),
+LARGE = (  # what needs more than the card has is left out
+    Case("llama-1b", 4, 2048, BF16),
+    Case("llama-1b", 4, 4096, replace(BF16, checkpointing="per-layer")),
+    Case("llama-7b", 2, 2048, replace(BF16, lora_rank=16, checkpointing="per-layer")),
+    Case("vit", 128, None, Recipe(precision="autocast-bf16", optimizer="adamw-fused")),
+    Case("bert", 64, 512, BF16),
+    Case("gpt2", 16, 1024, Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
+    Case("llama-1b", 4, 1024, Recipe(precision="float32-master", checkpointing="per-layer")),
+    Case("llama-7b", 1, 2048, replace(BF16, in_backward=True, checkpointing="per-layer")),
 )
 
 
@@ -249,7 +245,7 @@ def cases() -> list[Case]:
                 found.append(Case(model, rows * 8, None, recipe))
             else:
                 found.append(Case(model, rows, seq_len, recipe))
-    return [*found, *AS_MANY_AS_IT_HOLDS, *ONCE, *OTHER_OPTIMIZERS]
+    return [*found, *LARGE, *ONCE, *OTHER_OPTIMIZERS]
 
 
 # One case.
@@ -336,30 +332,6 @@ def too_large(place, nbytes: int) -> dict:
     return {"left out": f"needs {format_bytes(nbytes)}, the card has {room}"}
 
 
-def with_rows(case: Case, config, place) -> Case:
-    """The case with as many rows as fill the card, by prediction.
-
-    The peak is the largest of several moments that each grow evenly with the rows, so between two
-    numbers of rows it stays below the straight line: what the line allows fits.
-    """
-
-    def peak(rows: int) -> int:
-        ask = {"batch_size": rows, "seq_len": case.seq_len, "recipe": case.recipe}
-        return predict(config, **ask, target=place.target).peak.total
-
-    room = int(FILL * place.total)
-    rows, needs = 1, peak(1)
-    while needs < room:
-        more, would_need = 4 * rows, peak(4 * rows)
-        if would_need > room:
-            for _ in range(2):
-                rows += (more - rows) * (room - needs) // (would_need - needs)
-                needs = peak(rows)
-            break
-        rows, needs = more, would_need
-    return replace(case, rows=rows)
-
-
 def predicted(case: Case, config, place) -> dict:
     """Bytes of the case's step. Those that are reserved need the full trace."""
     ask = {"batch_size": case.rows, "seq_len": case.seq_len, "recipe": case.recipe}
@@ -382,10 +354,7 @@ def measured(case: Case, place, deadline: float) -> dict:
     row = {"case": str(case), "recipe": settings(case.recipe)}
     start, config = time.monotonic(), config_of(case.model, place.tiny)
     if place.tiny:
-        rows, seq_len = case.rows and min(case.rows, 8), case.seq_len and case.seq_len // 32
-        case = replace(case, rows=rows, seq_len=seq_len)
-    if case.rows is None:
-        case = with_rows(case, config, place)
+        case = replace(case, rows=min(case.rows, 8), seq_len=case.seq_len and case.seq_len // 32)
     row |= {"model": case.model, "rows": case.rows, "seq_len": case.seq_len}
     row["predicted"] = predicted(case, config, place)
     row["seconds to predict"] = round(time.monotonic() - start, 2)

@@ -101,7 +101,8 @@ def plan(
     global_batch = check_positive_int("global_batch", global_batch, 16, "rows")
     _check_cards(global_batch, cards, machines, network)
     found = find_card(card)
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
     _check_batch(batch, seq_len, loss)
     if batch is not None and is_own_module(model_or_config):
         config, title = None, type(model_or_config).__name__

@@ -48,9 +48,11 @@ def _ask(other: Pool, question: Question) -> AsyncResult:
     """Ask for a trace. The other process, a fork, has the model already: the question is sent
     without it, and a list of layers as its place in ``source.lists``.
     """
-    places = [question.source.lists.index(one.several) for one in question.kept]
-    kept = tuple([one._replace(several=None) for one in question.kept])
-    return other.apply_async(_answer, (replace(question, source=None, kept=kept), places))
+    places, kept = [], []
+    for one in question.kept:
+        places.append(question.source.lists.index(one.several))
+        kept.append(one._replace(several=None))
+    return other.apply_async(_answer, (replace(question, source=None, kept=tuple(kept)), places))
 
 
 def can_fork() -> bool:

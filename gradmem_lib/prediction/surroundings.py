@@ -69,8 +69,10 @@ def left_alone(model: nn.Module) -> Iterator[None]:
     """Put back, after the block, the variables in closures of functions around ``model``, and empty
     the caches near it that were used: they are filled again when they are needed.
     """
-    cells = [cell for function in functions_near(model) for cell in function.__closure__ or ()]
-    variables = [(cell, contents(cell)) for cell in cells]
+    variables: list[tuple[CellType, list[Any]]] = []
+    for function in functions_near(model):
+        for cell in function.__closure__ or ():
+            variables.append((cell, contents(cell)))
     misses = [(cache, cache.cache_info().misses) for cache in _caches_near(model)]
     try:
         yield

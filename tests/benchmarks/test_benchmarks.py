@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -88,7 +87,7 @@ def test_enough_cases_of_every_kind(gpu):
     assert {r.precision for r in recipes} == set(PRECISIONS) and {
         r.optimizer for r in recipes
     } == set(OPTIMIZERS)
-    assert len({r.checkpointing for r in recipes}) >= 4 and any(case.rows is None for case in cases)
+    assert len({r.checkpointing for r in recipes}) >= 4
     for case in cases:
         config = gpu.config_of(case.model, tiny=False)
         limit = getattr(config, "max_position_embeddings", None)
@@ -162,7 +161,6 @@ def run_pretended(gpu, monkeypatch, *arguments, total=2**40, first=None) -> int:
     found = iter([first or MEASURED])
     monkeypatch.setattr(gpu, "place_of", lambda dry: place)
     monkeypatch.setattr(gpu, "outcome", lambda run: next(found, MEASURED))
-    monkeypatch.setattr(gpu, "with_rows", lambda case, config, place: replace(case, rows=3))
 
     def predicted(case, config, place):
         return {"tensors": 1000, "allocated": 1000 + case.rows, "reserved": 2000}
@@ -198,18 +196,6 @@ def test_what_does_not_fit_is_left_out_and_time_is_kept(gpu, monkeypatch, tmp_pa
     assert all("the card has 500 B" in case["left out"] for case in cases)
     run_pretended(gpu, monkeypatch, "--seconds", "-1")
     assert f"{len(cases)} of {len(cases)} cases were not begun" in capsys.readouterr().out
-
-
-def test_rows_fill_the_card_and_no_more(gpu, monkeypatch):
-    class Found:
-        def __init__(self, rows):
-            self.peak = self
-            self.total = max(1000, 100 + 30 * rows)  # the optimizer's step, or activations
-
-    monkeypatch.setattr(gpu, "predict", lambda config, *, batch_size, **ask: Found(batch_size))
-    place = SimpleNamespace(target="cpu", total=10_000)
-    rows = gpu.with_rows(gpu.Case("llama", None, 128), None, place).rows
-    assert 0.95 * gpu.FILL * place.total < Found(rows).total <= gpu.FILL * place.total
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed here")
