@@ -24,7 +24,7 @@ help:
 	@echo "make lab         open the course in JupyterLab, in copies of the lessons (LESSONS=folder)"
 	@echo "make start       what a first visit does: the doctor's findings, and lesson 00 from top to bottom"
 	@echo "make check       a minute, before every commit: style, types, the quick tests"
-	@echo "make test        check everything: style, library, notebooks, widgets in a browser"
+	@echo "make test        check everything: style, library, notebooks, widgets in a browser; of the long tests a seventh a day"
 	@echo "make nightly     all cases of every table, and the lessons at full size: an hour or more"
 	@echo "make lowest      the library's tests with the lowest PyTorch and Transformers that we promise to work with"
 	@echo "make newest      the same with the newest of both"
@@ -157,14 +157,15 @@ check: $(TEST)
 	step "quick tests" $(PYTEST) --quick tests; \
 	$(SUM_UP)
 
-# One pool of workers for the library, the solutions word for word, and the widgets. SmolLM2 is unpacked before, since
+# One pool of workers for the library, the solutions word for word, and the widgets. Long tests take turns, a seventh of
+# them a day: GRADMEM_TURN=3 runs another seventh. SmolLM2 is unpacked before, since
 # a cell that unpacks it would say so.
 test: $(TEST) browser
 	@$(STEPS); \
 	$(UNPACK) & \
 	step "types" $(PY) -m mypy; \
 	step "SmolLM2 unpacked" wait $$!; \
-	step "library, solutions, widgets" $(EVERYTHING); \
+	step "library, solutions, widgets" $(EVERYTHING) --turns; \
 	$(SUM_UP)
 
 # By another name, since a line that says $(MAKE) is carried out under `make -n` too: all of the night's tests.

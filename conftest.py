@@ -4,6 +4,7 @@ outputs were made with.
 
 from __future__ import annotations
 
+import datetime
 import gc
 import json
 import os
@@ -36,15 +37,24 @@ _stay_after_imports()
 del _stay_after_imports
 """
 
-# The seconds of each file of tests and each notebook, as the last recorded run took them.
+# The seconds of each file of tests, each notebook and each test that is not short, as the last
+# recorded run took them.
 DURATIONS = Path(__file__).parent / "tests" / "durations.json"
 LONG = 4  # seconds from which on a file is left out by --quick
+NOT_SHORT = 1  # seconds from which on a test takes turns
+TURNS = 7
 RECORDED: dict[str, float] = json.loads(DURATIONS.read_text(encoding="utf-8"))
 
 
 def pytest_addoption(parser) -> None:
     parser.addoption(
         "--quick", action="store_true", help=f"leave out files that take {LONG} seconds or more"
+    )
+    parser.addoption(
+        "--turns",
+        action="store_true",
+        help=f"of the tests that take {NOT_SHORT} s or more, run one in {TURNS}: those whose turn "
+        "it is by the day's number, or by GRADMEM_TURN",
     )
     parser.addoption(
         "--record-durations",
@@ -63,32 +73,53 @@ def pytest_ignore_collect(collection_path, config):
     return True if seconds(collection_path, config.rootpath) >= LONG else None
 
 
+def waiting(items) -> list:
+    """The tests whose turn it is not. They are dealt out from the longest down, so that all turns
+    take about as long. Cells of notebooks take no turns, since each needs those before it.
+    """
+    turn = int(os.environ.get("GRADMEM_TURN", os.environ["GRADMEM_DAY"]))
+    long = [item for item in items if RECORDED.get(item.nodeid, 0) >= NOT_SHORT]
+    long.sort(key=lambda item: (-RECORDED[item.nodeid], item.nodeid))
+    del long[turn % TURNS :: TURNS]
+    return long
+
+
 def pytest_collection_modifyitems(config, items) -> None:
+    if config.getoption("--turns"):
+        wait = waiting(items)
+        config.hook.pytest_deselected(items=wait)
+        items[:] = [item for item in items if item not in wait]
     # Two workers end together if what takes minutes is not what comes last. The order within a file
     # stays.
     items.sort(key=lambda item: -seconds(item.path, config.rootpath))
 
 
 class Recorder:
-    """Adds up the seconds of each file's tests, also of those that other workers run."""
+    """Adds up the seconds of each file and each test, also of those that other workers run."""
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report) -> None:
-        self.seconds[report.nodeid.partition("::")[0]] += report.duration
+        file, _, test = report.nodeid.partition("::")
+        self.seconds[file] += report.duration
+        if not file.endswith(".ipynb"):
+            self.seconds[f"{file}::{test}"] += report.duration
 
     def pytest_sessionfinish(self, session) -> None:
         known = RECORDED | {file: round(taken) for file, taken in self.seconds.items()}
         kept = {
             file: taken
             for file, taken in sorted(known.items())
-            if taken >= LONG and Path(session.config.rootpath, file).exists()
+            if taken >= (NOT_SHORT if "::" in file else LONG)
+            and Path(session.config.rootpath, file.partition("::")[0]).exists()
         }
         DURATIONS.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 def pytest_configure(config) -> None:
+    # The workers have the day of the process that starts them, before midnight or after it.
+    os.environ.setdefault("GRADMEM_DAY", str(datetime.date.today().toordinal()))
     is_worker = hasattr(config, "workerinput")
     if config.getoption("--record-durations") and not is_worker:
         config.pluginmanager.register(Recorder())

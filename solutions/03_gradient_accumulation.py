@@ -13,7 +13,7 @@
 # %% [markdown]
 # # 03 · Gradient accumulation
 #
-# *60 minutes: sections 1 to 9, with exercises 3.2 to 3.4. 96 more are optional. You need: lesson 01, and the training
+# *60 minutes: sections 1 to 8, with exercises 3.3, 3.4 and 3.7. 89 more are optional. You need: lesson 01, and the training
 # loop of lesson 00.*
 #
 # <!-- picture: first run -->
@@ -34,6 +34,7 @@ from gradmem_lib import (
     MemoryTracker,
     accumulate_gradients,
     check,
+    count_targets,
     next_token_loss,
     predict_first,
     split,
@@ -191,6 +192,7 @@ ragged = text_batch(8, 16, 64, 128, vocab=64)
 right = gradient(exact, ragged, 1)
 error = relative_error(gradient(exact, ragged, 4), right)
 print(f"unequal lengths: relative error {error:.2f}")
+print(count_targets(ragged["labels"]), "predicted tokens")
 
 # %% [markdown]
 # The error is larger than the gradient. No exception is raised, and the loss still goes down. Popular libraries
@@ -209,36 +211,9 @@ print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {error:.1f}")
 
 # %% [markdown]
 # It is. The way out is to **add up sums, and divide by one number**: the number of items in the whole window. For a
-# language model the items are the tokens that are *predicted*.
+# language model the items are the tokens that are *predicted*. `count_targets(labels)` counts them: neither a label of
+# -100, nor the first label of a row, which no position predicts. (Exercise 3.2, an optional one, writes this function.)
 #
-# ### Exercise 3.2 · what counts as an item
-#
-# ●○○ · 5 minutes · trains: padding, -100 and the causal shift
-#
-# Write `count_targets(labels)`: how many tokens a causal language model predicts, given labels of shape
-# (batch, sequence). A label of -100 is ignored. The model's output at position t is compared with the label at t + 1.
-#
-# <details><summary>Hint 1: the shift</summary>
-#
-# Which label is never compared with anything? No position comes before the first one.
-#
-# <details><summary>Hint 2: in code</summary>
-#
-# Cut the first column off, then count what is not -100.
-#
-# </details></details>
-
-
-# %%
-def count_targets(labels):
-    ### BEGIN SOLUTION
-    return int((labels[:, 1:] != -100).sum())
-    ### END SOLUTION
-
-
-count_targets = check("3.2", count_targets)
-
-# %% [markdown]
 # ### Exercise 3.3 · the right divisor
 #
 # ●●○ · 8 minutes · trains: the gradient of a mean, taken piece by piece
@@ -344,19 +319,55 @@ train = check("3.4", train)
 # - **Logging** uses the same division as training. A loop that logs `loss / K` shows a loss that is K times too small.
 # - **Several processes** exchange their gradients. `DistributedDataParallel` does it in every backward, unless its
 #   `no_sync()` switches that off.
-#
-# ## 7 · What accumulation cannot make equal
-#
-# So far nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and variance over
-# the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or RMS norm, so
-# you meet this trap mostly in vision. **Dropout** draws new random numbers in each forward. That is no
-# mistake: another full batch would draw other masks. The next claim also speaks of checkpointing (lesson 04).
-
-# %%
-claims.show("C30")
 
 # %% [markdown]
-# ## 8 · What Trainer does
+# ### Exercise 3.7 · a batch of 64 where 16 do not fit
+#
+# ●●○ · 5 minutes · trains: choosing a micro-batch by its bytes, and letting go of each graph
+#
+# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update of a small Llama on all 64 rows of `batch`
+# (a dict of tensors), on a card of 8 MiB, and with exactly the gradient of the full batch. Return the mean loss over
+# all tokens. The sequences have unequal lengths. `split(batch, size)` cuts a batch. The model, AdamW's states and the
+# gradients need room as well.
+#
+# <details><summary>Hint 1: how small?</summary>
+#
+# Sixteen are too many. Halve.
+#
+# <details><summary>Hint 2: it still does not fit?</summary>
+#
+# A loss that you keep keeps its graph. Call `backward()` for each micro-batch, and keep only `loss.item()` for the log.
+#
+# <details><summary>Hint 3: all of it</summary>
+#
+# You have everything already: `accumulate` on `list(split(batch, 8))`, then a step and a zero. The list is needed
+# because `accumulate` reads its argument twice, and what `split` returns can be read only once.
+#
+# </details></details></details>
+
+
+# %%
+def train_64(model, optimizer, batch, loss_and_count):
+    ### BEGIN SOLUTION
+    loss, _ = accumulate_gradients(split(batch, 8), loss_and_count)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+    ### END SOLUTION
+
+
+train_64 = check("3.7", train_64)
+
+# %%
+from gradmem_lib.course import CARD, batch_setting
+
+llama, adamw, sixty_four = batch_setting()
+with MemoryTracker(llama, adamw, budget=CARD, title="64 sequences on that card") as tracker:
+    train_64(llama, adamw, sixty_four, lambda micro: next_token_loss(llama, micro))
+print(f"peak {tracker.peak.total:,} of {tracker.budget:,} bytes")
+
+# %% [markdown]
+# ## 7 · What Trainer does
 #
 # Hugging Face's `Trainer` accumulates for you. It counts the labels of the window and gives the number to the model as
 # `num_items_in_batch`, and the model divides by it. Does every model? Take one update on four examples, once as one
@@ -392,7 +403,7 @@ guess_e.reveal(measured=trainer_factors(bert, steps=4)["grad_norm"])
 # built, tells it the truth. Then `Trainer` divides by the accumulation steps itself. Exercise 3.8 asks any model
 # whether it needs this.
 #
-# ## 9 · What you can now do
+# ## 8 · What you can now do
 #
 # - **Activations and the loss's temporaries follow the micro-batch.** Gradients are as large as ever, and live longer.
 # - **Sum, then divide once**, by the items of the whole window: predicted tokens, without padding, after the shift.
@@ -523,6 +534,17 @@ from gradmem_lib.course import CUTTING
 cuts = [[117, 90], [128], [33, 30, 16, 12], [64, 60, 7]]  # SOLUTION
 check("3.11", cuts)
 CUTTING.show(cuts)
+
+# %% [markdown]
+# ## Optional: what accumulation cannot make equal
+#
+# In the sections above nothing in the model looked across the batch. **Batch normalization** does: it takes its mean and
+# variance over the *micro-batch*, so the model is trained on statistics of fewer examples. Language models use layer or
+# RMS norm, so you meet this trap mostly in vision. **Dropout** draws new random numbers in each forward. That is no
+# mistake: another full batch would draw other masks. The next claim also speaks of checkpointing (lesson 04).
+
+# %%
+claims.show("C30")
 
 # %% [markdown]
 # ## Optional: dropout and drop path
@@ -755,8 +777,6 @@ except BudgetExceeded as error:
 # %% [markdown]
 # ## Optional: more practice
 #
-# Exercise 3.7 is most like your own work.
-#
 # Recipes give the global batch in tokens. A well-known recipe updates on 524,288 of them. You have a card that holds
 # micro-batches of 4 sequences of 2048 tokens.
 
@@ -797,6 +817,34 @@ plan_window = check("3.1", plan_window)
 # %%
 guess_a.reveal(formula=524_288 / (4 * 2048), measured=plan_window(524_288, 4, 2048, 1)[0])
 
+
+# %% [markdown]
+# ### Exercise 3.2 · what counts as an item
+#
+# ●○○ · 5 minutes · optional · trains: padding, -100 and the causal shift
+#
+# Write `count_targets(labels)`: how many tokens a causal language model predicts, given labels of shape
+# (batch, sequence). A label of -100 is ignored. The model's output at position t is compared with the label at t + 1.
+#
+# <details><summary>Hint 1: the shift</summary>
+#
+# Which label is never compared with anything? No position comes before the first one.
+#
+# <details><summary>Hint 2: in code</summary>
+#
+# Cut the first column off, then count what is not -100.
+#
+# </details></details>
+
+
+# %%
+def count_targets(labels):
+    ### BEGIN SOLUTION
+    return int((labels[:, 1:] != -100).sum())
+    ### END SOLUTION
+
+
+count_targets = check("3.2", count_targets)
 
 # %% [markdown]
 # ### Exercise 3.8 · fix a Trainer run
@@ -904,49 +952,3 @@ def clipped_update(model, optimizer, micro_batches, loss_and_count, max_norm):
 
 
 clipped_update = check("3.6", clipped_update)
-
-# %% [markdown]
-# ### Exercise 3.7 · a batch of 64 where 16 do not fit
-#
-# ●●● · 10 minutes · optional · trains: choosing a micro-batch by its bytes, and letting go of each graph
-#
-# Write `train_64(model, optimizer, batch, loss_and_count)`: **one** update of a small Llama on all 64 rows of `batch`
-# (a dict of tensors), on a card of 8 MiB, and with exactly the gradient of the full batch. Return the mean loss over
-# all tokens. The sequences have unequal lengths. `split(batch, size)` cuts a batch. The model, AdamW's states and the
-# gradients need room as well.
-#
-# <details><summary>Hint 1: how small?</summary>
-#
-# Sixteen are too many. Halve.
-#
-# <details><summary>Hint 2: it still does not fit?</summary>
-#
-# A loss that you keep keeps its graph. Call `backward()` for each micro-batch, and keep only `loss.item()` for the log.
-#
-# <details><summary>Hint 3: all of it</summary>
-#
-# You have everything already: `accumulate` on `list(split(batch, 8))`, then a step and a zero. The list is needed
-# because `accumulate` reads its argument twice, and what `split` returns can be read only once.
-#
-# </details></details></details>
-
-
-# %%
-def train_64(model, optimizer, batch, loss_and_count):
-    ### BEGIN SOLUTION
-    loss, _ = accumulate_gradients(split(batch, 8), loss_and_count)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss
-    ### END SOLUTION
-
-
-train_64 = check("3.7", train_64)
-
-# %%
-from gradmem_lib.course import CARD, batch_setting
-
-llama, adamw, sixty_four = batch_setting()
-with MemoryTracker(llama, adamw, budget=CARD, title="64 sequences on that card") as tracker:
-    train_64(llama, adamw, sixty_four, lambda micro: next_token_loss(llama, micro))
-print(f"peak {tracker.peak.total:,} of {tracker.budget:,} bytes")

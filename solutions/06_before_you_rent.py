@@ -133,7 +133,7 @@ print(said.to_text(80))
 smol, tokenizer = models.smollm2()
 run = predict(smol.config, batch_size=4, seq_len=256, recipe=Recipe(), target="cuda")
 error = out_of_memory(run, "4 GiB")
-print(textwrap.fill(str(error).partition(" If reserved")[0], 100))
+print(textwrap.fill(str(error).partition(" If reserved")[0], 80))
 used = error.process, error.allocated, error.unallocated
 print(read_error(error.asked, error.total, error.free, *used))
 
@@ -200,7 +200,9 @@ except BudgetExceeded as exceeded:
 # ## 2 · Predict
 #
 # `predict` runs the training step on *fake tensors*, which have a shape and a dtype and no bytes. Where many layers are
-# alike, it runs only a few of them. How good is that? Try one long row with eager attention:
+# alike, it runs only a few of them. How good is that? Try one long row with eager attention. SmolLM2's weights are
+# {{4 * shape.parameters / 2**30:.2f}} GiB in float32, its gradients as much, and AdamW's states twice that. Activations come
+# on top, and shrink while the gradients grow:
 
 # %%
 guess_b = predict_first(
@@ -390,11 +392,11 @@ def row(name, option):
     held = ", ".join(f"{part} {n / 2**30:.1f}" for part, n in most[:2])
     stars = "".join(f"{'*' if option.needs <= n else '':>5}" for n in cards.values())
     peak = option.prediction.peak.total / 2**30
-    print(f"{name:<22}{peak:>7.1f}{option.needs / 2**30:>7.1f}{stars}   {held}")
+    print(f"{name:<17}{peak:>6.1f}{option.needs / 2**30:>6.1f}{stars}  {held}")
 
 
 # %%
-print(f"{'GiB':<22}{'peak':>7}{'needs':>7}" + "".join(f"{name:>5}" for name in cards))
+print(f"{'GiB':<17}{'peak':>6}{'needs':>6}" + "".join(f"{name:>5}" for name in cards))
 changes, options = {"optimizer": "adamw-fused"}, {}
 for name, change in ladder.items():
     changes |= change

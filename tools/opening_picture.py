@@ -18,7 +18,7 @@ from gradmem_lib.view.style import COLORS, INK
 from gradmem_lib.view.svg import pattern
 
 PRINTED = re.compile(
-    r"^forward ([\d.]+) MiB, backward ([\d.]+) MiB, optimizer_step ([\d.]+) MiB, card (\d+) MiB: ",
+    r"^forward ([\d.]+) MiB, backward ([\d.]+) MiB, optimizer_step ([\d.]+) MiB\ncard (\d+) MiB: ",
     re.MULTILINE,
 )
 WORDS = "The same training run after each lesson: its peak, in MiB"

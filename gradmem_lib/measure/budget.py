@@ -1,5 +1,6 @@
 """The error when a budget is exceeded: which tensors hold the memory, and what helps."""
 
+import textwrap
 import traceback
 
 import torch
@@ -39,6 +40,7 @@ class BudgetExceeded(torch.OutOfMemoryError):
             f"out of budget by {snapshot.total - budget:,} bytes: {snapshot.total:,} live "
             f"({format_bytes(snapshot.total)}), {budget:,} allowed ({format_bytes(budget)})",
             f"  asked for {asked:,} bytes: {what}, {within(snapshot.moment or snapshot.phase)}",
+            *(f"  {line}" for line in found.cause_lines()),
             "  live by category:",
             *(f"    {n:>16,} bytes  {name}" for name, n in snapshot.by_category.items() if n),
             "  largest holders:",
@@ -46,9 +48,6 @@ class BudgetExceeded(torch.OutOfMemoryError):
                 f"    {n:>16,} bytes  {category:<12} {module}".rstrip()
                 for (category, module), n in _largest(live)
             ),
-        ]
-        lines += [f"  {line}" for line in found.cause_lines()]
-        lines += [
             (
                 "  What could bring this moment within the budget: "
                 f"{'; '.join(enough) or 'none of these by itself'}."
@@ -57,7 +56,15 @@ class BudgetExceeded(torch.OutOfMemoryError):
             # accelerate looks for these words: its auto_find_batch_size then tries a smaller batch.
             "  A card of that size would be out of memory.",
         ]
-        super().__init__("\n".join(lines))
+        super().__init__("\n".join(map(_wrapped, lines)))
+
+
+def _wrapped(line: str) -> str:
+    """``line`` for a terminal or a narrow notebook: what goes on is indented."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(
+        line, 80, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _largest(live: list[Holder]) -> list[tuple[tuple[str, str], int]]:

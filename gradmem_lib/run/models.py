@@ -25,16 +25,34 @@ class FoundModel:
     ``name``: its class, with a number if there are several of it. ``with_grad``: it was called
     while gradients were recorded, and it has a parameter that needs one. ``trained``: an optimizer
     has one of its parameters. ``compared``: the number of parameters of each optimizer that was
-    asked for that.
+    asked for that. ``is_left``: it is what is left of a module that is gone.
     """
 
     module: weakref.ref[nn.Module]
     name: str
     with_grad: bool = False
     trained: bool = False
+    is_left: bool = False
     compared: weakref.WeakKeyDictionary[Optimizer, int] = field(
         default_factory=weakref.WeakKeyDictionary
     )
+
+    def __post_init__(self) -> None:
+        self._parts = []
+        for name, part in self.module().named_children():
+            self._parts.append((f"{self.name}.{name}", weakref.ref(part)))
+
+    def alive(self) -> list[FoundModel]:
+        """This model, or what is left of it: the slice ``net[:2]`` of a network is a module that is
+        gone after its call, and its layers stay with the network.
+        """
+        if self.module() is not None:
+            return [self]
+        left = []
+        for name, part in self._parts:
+            if part() is not None and next(part().parameters(), None) is not None:
+                left.append(FoundModel(part, name, self.with_grad, self.trained, is_left=True))
+        return left
 
 
 @dataclass
@@ -68,10 +86,13 @@ class FoundModels:
 
     def add(self, module: nn.Module, with_grad: bool) -> bool:
         """The script calls ``module`` outermost. Returns whether that changes what is known."""
+        self._leave_the_gone()
         found = self._found_as(module)
         if found is None:
             if module in self._names or next(module.parameters(), None) is None:
                 return False  # a part of a model that is known, or a loss
+            if self._is_of_what_is_left(module):
+                return False  # the same slice of a network once more
             found = self._new(module)
         elif found.with_grad or not with_grad:
             return False
@@ -81,6 +102,7 @@ class FoundModels:
 
     def note_step(self, optimizer: Optimizer) -> bool:
         """An optimizer steps, or is found. Returns whether that changes what is known."""
+        self._leave_the_gone()
         # a group of parameters may have been added since an optimizer was compared
         count = sum(len(group["params"]) for group in optimizer.param_groups)
         waiting = [
@@ -103,13 +125,23 @@ class FoundModels:
 
     def keep(self) -> None:
         """Keep what is known of the models, for the time when they are gone."""
-        alive = [model for model in self.found if model.module() is not None]
-        if len(alive) < len(self.found):
-            self.found = alive
-            self._known = [self._stored_knowledge_at_peak(), Knowledge(since=self.recording.count)]
+        self._leave_the_gone()
         now = self._known[-1]
         now.structure = Structure.of(self)
         now.untrained = frozenset(name for name, _ in self.other_parameters())
+
+    def _leave_the_gone(self) -> None:
+        if all(model.module() is not None for model in self.found):
+            return
+        alive = [left for model in self.found for left in model.alive()]
+        if len(alive) < len(self.found):
+            self._known = [self._stored_knowledge_at_peak(), Knowledge(since=self.recording.count)]
+        self.found = alive
+
+    def _is_of_what_is_left(self, module: nn.Module) -> bool:
+        left = [model.module() for model in self.found if model.is_left]
+        known = {id(p) for part in left if part is not None for p in part.parameters()}
+        return bool(known) and all(id(p) in known for p in module.parameters())
 
     def knowledge_at_peak(self) -> Knowledge:
         """What is known of the models that were there at the run's peak."""

@@ -52,7 +52,7 @@ def plot_paths(
         axes.plot(*points[-1:].T, linestyle="", label=name, **end)
     for name, at in marks.items():
         axes.plot(*at, marker="+", markersize=11, color=INK, linestyle="", zorder=5)
-        axes.annotate(name, at, xytext=(7, -13), textcoords="offset points", fontsize=8)
+        axes.annotate(name, at, xytext=(12, -30), textcoords="offset points", fontsize=8)
     axes.margins(0.1)
     x = torch.linspace(*axes.get_xlim(), 160)
     y = torch.linspace(*axes.get_ylim(), 160)

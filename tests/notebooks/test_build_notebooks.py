@@ -467,7 +467,7 @@ def test_a_picture_shows_what_a_later_lesson_has_printed_only_now(course, capfd,
 # {builder.PICTURE}
 
 # %%
-print("forward 2.5 MiB, backward {peak}.0 MiB, optimizer_step 2.0 MiB, card 3 MiB: fits")
+print("forward 2.5 MiB, backward {peak}.0 MiB, optimizer_step 2.0 MiB\\ncard 3 MiB: fits")
 """
         root = course(text, name)
     assert run(root, capfd)[0] == 0

@@ -10,7 +10,9 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -213,7 +215,7 @@ def test_every_step_runs_and_the_target_fails_if_one_does(course, target):
 def test_one_pool_of_workers_runs_library_and_solutions(course):
     _, calls = make(course, "test", "WORKERS=3")
     pools = [call for call in calls if "-m pytest" in call]
-    assert len(pools) == 1 and "-n 3" in pools[0] and pools[0].endswith("tests solutions")
+    assert len(pools) == 1 and "-n 3" in pools[0] and pools[0].endswith("tests solutions --turns")
 
 
 @needs_make
@@ -257,3 +259,17 @@ def test_an_old_python_is_named_with_what_to_do(course):
     assert "needs Python 3.11 or newer" in done.stdout and "is Python 3.9.2" in done.stdout
     assert "make PYTHON=python3.12 lab" in done.stdout
     assert not (course / ".venv").exists()
+
+
+def test_each_long_test_has_its_turn_and_short_ones_run_always(pytestconfig, monkeypatch):
+    plugins = pytestconfig.pluginmanager.get_plugins()
+    [house] = [p for p in plugins if getattr(p, "__file__", "") == str(ROOT / "conftest.py")]
+    ids = [f"tests/test_it.py::test[{number}]" for number in range(30)]
+    long = {id: float(1 + number) for number, id in enumerate(ids[:20])}
+    monkeypatch.setattr(house, "RECORDED", long)
+    items, ran = [SimpleNamespace(nodeid=id) for id in ids], Counter()
+    for turn in range(house.TURNS):
+        monkeypatch.setenv("GRADMEM_TURN", str(turn))
+        waiting = {item.nodeid for item in house.waiting(items)}
+        ran.update(id for id in ids if id not in waiting)
+    assert ran == {id: 1 if id in long else house.TURNS for id in ids}

@@ -159,6 +159,20 @@ def test_a_reference_with_the_same_shapes_is_a_second_copy(tracker):
     assert "not the tracked one" in found.evidence
 
 
+def test_slices_of_a_network_are_its_layers(tracker):
+    net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        net[2:](net[:2](torch.randn(4, 16))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    tracker.end()
+    assert tracker.peak.by_category["parameters"] == nbytes(net)
+    assert not tracker.facts.untrained
+    copies = "The weights are there more than once"
+    assert copies not in [cause.name for cause in diagnose(tracker).causes]
+
+
 def test_a_wrapper_takes_the_place_of_what_it_wraps():
     models, inner = FoundModels(Recording(torch.device("cpu"))), Net()
     optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)

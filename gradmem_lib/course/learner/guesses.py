@@ -70,10 +70,7 @@ class Guess:
         rows += [(what, measured)]
         print(f"{self!r}\n{_table(rows, self.unit)}")
         if self.value is None:
-            print(
-                "No guess was made. Go back and commit to one: a number you were wrong about "
-                "is one you will remember."
-            )
+            print("No guess was made. Commit to one first: a wrong guess is one you remember.")
 
     def commit(self, value: Any) -> str:
         self.value = _number(value, self.unit)

@@ -25,8 +25,10 @@ def first_run(**changes: Any) -> None:
         for _ in range(2):  # the first one creates the optimizer's states
             step(llama, optimizer, {"input_ids": ids, "labels": ids}, recipe)
 
+    highest = []
     for phase in ("forward", "backward", "optimizer_step"):
-        print(f"{phase} {tracker.peak_by_phase[phase] / 2**20:.1f} MiB", end=", ")
+        highest.append(f"{phase} {tracker.peak_by_phase[phase] / 2**20:.1f} MiB")
+    print(", ".join(highest))
     over = (tracker.peak.total - parse_bytes(CARD)) / 2**20
     verdict = f"{over:.1f} MiB too much" if over > 0 else "fits"
     print(f"card {CARD}: {verdict}")
