@@ -22,7 +22,7 @@ from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensorMode
 from ..compat.trees import tree_map
 from ..model.description import Description
-from ..model.layers import Named, find_layers
+from ..model.layers import Named, layers_of
 from ..model.linear import linear_layers
 from ..prediction.surroundings import left_alone
 from ..techniques.module_state import left_as_it_was
@@ -238,8 +238,4 @@ def _operations(flops: dict[str, dict], part: str) -> tuple[float, float]:
 def _layer_names(model: nn.Module, named: Named) -> list[str]:
     """The names of the layers that can run again one by one."""
     names = {module: name for name, module in model.named_modules()}
-    try:
-        lists = find_layers(model, named)
-    except ValueError:
-        return []
-    return [names[layer] for layers, _ in lists.values() for layer in layers]
+    return [names[layer] for layer in layers_of(model, named)]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..compat.dispatch_modes import without_modes
 from ..model.inputs import example_batch, takes_tokens_alone, unknown_inputs
-from ..model.layers import Named, find_layers, layers_in
+from ..model.layers import Named, layers_of
 from ..prediction.predict import source_of
 from ..prediction.question import Source
 from ..techniques.call_overrides import refuse_checkpointed
@@ -72,9 +71,7 @@ class Work:
     @cached_property
     def blocks(self) -> list[nn.Module]:
         """The layers of all lists: first-k counts over several lists."""
-        with suppress(ValueError):
-            return layers_in(find_layers(self.sized.skeleton, self.named))
-        return []
+        return layers_of(self.sized.skeleton, self.named)
 
     @cached_property
     def layers(self) -> int:
@@ -242,8 +239,7 @@ def _layers_of_module(
 
     There are no names for an ``nn.Sequential``, and for a module with transformers' layers.
     """
-    with suppress(ValueError):
-        find_layers(module)
+    if layers_of(module):
         return (), []
     return find_own_layers(module, batch, loss)
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..model.layers import find_layers
+from ..model.layers import find_layers, layers_in
 from ..names import SELECTIVE
 from ..techniques.schedules import first_layers, segments_for
 from ..training.recipe import Recipe
@@ -222,7 +222,7 @@ def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
     if _needs_all_layers(question):
         return
     found = find_layers(question.source.skeleton, question.recipe.layers)
-    all_layers = sum(len(layers) for layers, _ in found.values())
+    all_layers = len(layers_in(found))
     if not 0 < first_layers(question.recipe.checkpointing) < all_layers:
         return  # there is one kind of layers
     most_work = SHARED_BY * all_layers  # in layers: several recipes share the traces
