@@ -218,8 +218,6 @@ def _grows_by_storages(short: Changes, aligned: Changes) -> bool:
 def _grows_evenly(short: Changes, aligned: Changes, longest: Changes, number: int) -> bool:
     """Whether both are the same step, and what grows from ``short`` to ``aligned`` grows by as much
     again to ``longest``, as the bucket in which DDP sends the gradients of many layers does.
-
-    A card rounds each storage. A single one grows evenly only if it grows by whole blocks.
     """
     first, second = _additional_rounds(longest, number), None
     if first is not None:
@@ -228,16 +226,11 @@ def _grows_evenly(short: Changes, aligned: Changes, longest: Changes, number: in
     if second is None:
         return False
     twice = _without(once, second, number)
-    storages = aligned.storages - short.storages
-    rounded = (aligned.rows - short.rows)[:, TOTAL]
-    single = storages[:, COUNT] == 0
-    if (rounded != storages[:, UNROUNDED])[single].any():
-        return False
     return (
         _same_layers(short, aligned)
         and _same_layers(short, twice)
         and np.array_equal(twice.rows - aligned.rows, aligned.rows - short.rows)
-        and np.array_equal(twice.storages - aligned.storages, storages)
+        and np.array_equal(twice.storages - aligned.storages, aligned.storages - short.storages)
     )
 
 

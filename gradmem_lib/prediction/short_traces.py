@@ -9,11 +9,15 @@ from math import lcm
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from torch import nn
 
 from ..model.layers import find_layers, layers_in
+from ..model.linear import linear_layers, linear_sizes
 from ..names import SELECTIVE
 from ..techniques.schedules import first_layers, segments_for
 from ..training.recipe import Recipe
+from . import allocator
 from .extrapolation import PART, Trace, extrapolate, timeline_rows
 from .question import CannotTrace, Kept, Question
 from .requests import extrapolated_requests
@@ -296,8 +300,51 @@ def _needs_all_layers(question: Question) -> bool:
     recipe = question.recipe
     if not all(isinstance(name, str) for name in recipe.layers):
         return True  # a layer of this name may be missing in a shorter list
-    # ranks divide whole parameters by size: in a longer model, a rank gets other layers
-    return recipe.shards_only_states
+    if recipe.shards_only_states:
+        # ranks divide whole parameters by size: in a longer model, a rank gets other layers
+        return True
+    if question.target == "cuda" and recipe.sharding == "ddp":
+        return not _fill_whole_blocks(question)
+    return False
+
+
+def _fill_whole_blocks(question: Question) -> bool:
+    """Whether the gradients of each repeated layer together fill whole blocks of the allocator.
+
+    DDP's bucket has the gradients of all layers, and is rounded as a whole. So only then does each
+    layer add as many bytes to it.
+    """
+    recipe = question.recipe
+    for several in question.source.lists:
+        for layer in several.layers:
+            if recipe.lora_rank is not None:
+                fills = _adapters_fill_whole_blocks(layer, recipe.lora_rank)
+            else:
+                fills = _gradient_bytes(layer, recipe) % allocator.BLOCK == 0
+            if not fills:
+                return False
+    return True
+
+
+def _adapters_fill_whole_blocks(layer: nn.Module, rank: int) -> bool:
+    """Whether each adapter that a linear layer inside may get fills whole blocks, in 16 bits or in
+    32: then so do those of any targets.
+    """
+    of_a_feature = rank * torch.bfloat16.itemsize
+    for linear in linear_layers(layer).values():
+        for features in linear_sizes(linear) or ():
+            if of_a_feature * features % allocator.BLOCK:
+                return False
+    return True
+
+
+def _gradient_bytes(layer: nn.Module, recipe: Recipe) -> int:
+    nbytes = 0
+    for parameter in layer.parameters():
+        if parameter.requires_grad:
+            dtype = recipe.weight_dtype or parameter.dtype  # None: each weight keeps its own
+            nbytes += parameter.numel() * dtype.itemsize
+    return nbytes
 
 
 def _with_equal_segments(question: Question) -> Recipe:
