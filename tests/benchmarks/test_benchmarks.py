@@ -157,10 +157,11 @@ def run_pretended(gpu, monkeypatch, *arguments, total=2**40, first=None) -> int:
     """On a card of ``total`` bytes whose allocator counts one part in a hundred more than
     predicted. ``first``: what the first case finds instead.
     """
-    place = SimpleNamespace(tiny=True, target="cpu", total=total, left=lambda: 10)
+    place = SimpleNamespace(tiny=True, target="cpu", total=total)
+    place.left, place.clear = lambda: 10, lambda: None
     found = iter([first or MEASURED])
     monkeypatch.setattr(gpu, "place_of", lambda dry: place)
-    monkeypatch.setattr(gpu, "outcome", lambda run: next(found, MEASURED))
+    monkeypatch.setattr(gpu, "trained", lambda *asked: next(found, MEASURED))
 
     def predicted(case, config, place):
         return {"tensors": 1000, "allocated": 1000 + case.rows, "reserved": 2000}
