@@ -38,7 +38,7 @@ QUESTIONS = [
     ("bert", {"num_hidden_layers": 4}, OLD, 3, "qlora", "cpu", 16, 4, 0.0),
     ("vit", {}, CARD, 3, "qlora", "cuda", None, 1, 0.03),
     ("t5", {}, CARD, 3, "qlora", "cuda", 48, 1, 0.03),
-    ("whisper", {}, CARD, 1, "full", "cuda", 20, 1, 0.03),
+    ("whisper", {}, CARD, 1, "full", "cpu", 20, 1, 0.0),
     ("qwen3_moe", {}, CARD, 3, "lora", "cuda", 16, 1, 0.03),
     ("mixtral", {}, OLD, 8, "qlora", "cpu", 33, 1, 0.0),
     ("gemma2", {}, FAST, 3, "qlora", "cuda", 16, 2, 0.045),
