@@ -12,6 +12,7 @@ from typing import Any
 CLASSES = {
     "GradientCheckpointingLayer": "transformers.modeling_layers",  # a layer in a list of layers
     "Cache": "transformers.cache_utils",  # keys and values of earlier tokens
+    "PreTrainedModel": "transformers.modeling_utils",
     "Conv1D": "transformers.pytorch_utils",  # GPT-2's linear layer, whose matrix is (in, out)
 }
 
@@ -78,8 +79,8 @@ LABELS_OF_HEAD = {
 # Inputs, by the ends of their names, that make a loss the mean of something else, as a second kind
 # of labels does.
 INPUTS_OF_THE_LOSS = ("_label", "_labels", "bbox_first_token_mask", "num_items_in_batch")
-# Labels that a loss over pixels ignores, if its config has a number of its own for them.
-IGNORED_PIXEL = ("semantic_loss_ignore_index", "loss_ignore_index")
+# Labels that a loss ignores, if its config has a number of its own for them.
+IGNORED_LABELS = ("semantic_loss_ignore_index", "loss_ignore_index", "sparse_pred_ignore_index")
 
 # The names that different families' configs use for the same size.
 SIZES = {

@@ -13,8 +13,6 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "temporarie
 PHASES = ("idle", "forward", "backward", "optimizer_step")
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TEMPORARIES, OTHER = range(len(CATEGORIES))
 IDLE, FORWARD, BACKWARD, OPTIMIZER_STEP = range(len(PHASES))
-# The attribute of a parameter in which its gradients add up in float32 (``gradient_sums.py``).
-GRADIENT_SUM = "gradient_sum"
 # Where in a training script an operation stands. Each moment belongs to one of the phases.
 MOMENTS = (
     "between steps",

@@ -43,7 +43,6 @@ lora_dropout    P      of their inputs
 quantized_base  S      keep the frozen layers in 4 bits (with --lora-rank): {}; alone: nf4-double
 compute_dtype   D      what these multiply in: {}
 chunked_loss    -      never hold all logits at once
-float32_sums    -      add up gradients of 16 bits in float32 over the micro-batches
 """
 LOOP = """
 zero_grad       W      where the loop frees gradients: {}

@@ -3,7 +3,6 @@
 from torch.utils import _pytree
 
 tree_flatten = _pytree.tree_flatten
-tree_flatten_with_path = _pytree.tree_flatten_with_path
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 tree_map_only = _pytree.tree_map_only

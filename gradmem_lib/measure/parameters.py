@@ -127,9 +127,6 @@ class ParameterMeter(OperationMeter):
         recording.tag(parameter, names.PARAMETERS, name)
         if parameter.grad is not None:
             recording.tag(parameter.grad, names.GRADIENTS, name)
-        summed = vars(parameter).get(names.GRADIENT_SUM)
-        if summed is not None:
-            recording.tag(summed, names.GRADIENTS, name)
 
     def before_step(self, optimizer: Optimizer, args, kwargs) -> tuple[tuple, dict]:
         recording = self.recording

@@ -43,8 +43,7 @@ def resident_bytes(work: Work, recipe: Recipe, cards: int = 1) -> dict[str, int]
     if recipe.fully_sharded and not SHARDING[recipe.sharding].frees_layers:
         # whole until backward, in the computing dtype
         weights = weights * gathered_width(work, recipe) // frozen_bytes * cards
-    gradient_width = FLOAT32 if recipe.float32_sums else width
-    gradients = 0 if recipe.in_backward else round(gradient_width * trained) // cut
+    gradients = 0 if recipe.in_backward else round(width * trained) // cut
     states = round(states) // (cards if recipe.shards_states else 1)
     held = {"parameters": round(weights) // cut, "gradients": gradients, "optimizer": states}
     return dict.fromkeys(held, 0) if recipe.offloads_shards else held

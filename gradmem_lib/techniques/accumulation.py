@@ -21,7 +21,7 @@ what would give a wrong gradient.
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +31,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .counts import check_counts, check_reduction, check_returned, check_totals, whole
 from .data_parallel import NO_ITEMS_ERROR, Processes, processes_of
-from .gradient_sums import check_float32_gradients, float32_gradients
-from .shared_statistics import ChangedBuffers, warn_of_shared_statistics
+from .shared_statistics import warn_of_shared_statistics, warning_of_changed_buffers
 from .splitting import split as split  # lesson 03 imports it with accumulate_gradients
 
 Items = int | float | tuple[int | float, ...]
@@ -56,7 +55,6 @@ def accumulate_gradients(
     reduction: str = "sum",
     model: nn.Module | None = None,
     scaler: Any = None,
-    float32_sums: bool = False,
 ) -> Accumulated:
     """Put the gradient of the mean loss over all items of all ``micro_batches`` into ``.grad``,
     with one backward for each.
@@ -93,36 +91,28 @@ def accumulate_gradients(
             all processes. Gradients are sent with the last micro-batch (DDP) or with each one
             (FSDP, where all processes need equally many).
         scaler: scales each loss. Unscale before clipping, as always.
-        float32_sums: add up the gradients of weights in 16 bits in float32, and round each sum once
-            to its weight's dtype at the end (``gradient_sums.py``). Give ``model``, and the total.
-            Until then such gradients take 4 bytes a number instead of 2. In one process.
 
     Raises ``TypeError`` or ``ValueError`` for returned values that cannot be right, for a total
     that differs from the count, and for a window without any item. After an error the gradients are
     incomplete: zero them.
     """
     check_reduction(reduction)
-    sums: AbstractContextManager = nullcontext()
-    if float32_sums:
-        check_float32_gradients(model, total_items, count_items)
-        sums = float32_gradients(model)
     processes = processes_of(model)
-    with sums:
-        totals = _totals(micro_batches, total_items, count_items, processes)
-        window = _Window(processes, totals, reduction == "mean", model, scaler)
-        for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
-            window.before(number)
-            with processes.forward_and_backward(sync_gradients):
-                returned = window.forward(loss_and_count, micro)
-                loss = window.divided_loss(returned, sync_gradients)
-                if loss is not None:
-                    loss.backward()
-            del loss
-            window.add_losses(returned)
-            # Release the inputs and the graph before the next forward.
-            del micro, returned
-        processes.check_gradients()
-        return window.end()
+    totals = _totals(micro_batches, total_items, count_items, processes)
+    window = _Window(processes, totals, reduction == "mean", model, scaler)
+    for number, (micro, sync_gradients) in enumerate(processes.micro_batches(micro_batches)):
+        window.before(number)
+        with processes.forward_and_backward(sync_gradients):
+            returned = window.forward(loss_and_count, micro)
+            loss = window.divided_loss(returned, sync_gradients)
+            if loss is not None:
+                loss.backward()
+        del loss
+        window.add_losses(returned)
+        # Release the inputs and the graph before the next forward.
+        del micro, returned
+    processes.check_gradients()
+    return window.end()
 
 
 class _Window:
@@ -158,20 +148,16 @@ class _Window:
 
     def forward(self, loss_and_count: Callable, micro: Any) -> list[tuple[Tensor, int | float]]:
         """The pairs of loss and count of a micro-batch, checked."""
-        buffers = ChangedBuffers(self.model if self.is_watched else None)
-        if self.correction is None:
+        with ExitStack() as watched:
+            if self.is_watched:
+                watched.enter_context(warning_of_changed_buffers(self.model, stacklevel=6))
+            if self.correction is not None:
+                watched.enter_context(self.correction.watch_modules())
             returned = loss_and_count(micro)
-        else:
-            with self.correction.watch_modules():
-                returned = loss_and_count(micro)
-        buffers.warn(stacklevel=4)
         self.several = isinstance(returned, list)
         pairs = returned if self.several else [returned]
-        checked = [check_returned(pair, self.mean) for pair in pairs]
-        for loss, count in checked:
-            self._check_loss_without_items(loss, count)
-        self._check_number_of_means(len(checked))
-        return checked
+        self._check_number_of_means(len(pairs))
+        return [check_returned(pair, self.mean) for pair in pairs]
 
     def divided_loss(self, pairs: list, sync_gradients: bool) -> Tensor | None:
         """The loss to call ``backward()`` on: each sum divided by its divisor, all added up.
@@ -236,35 +222,31 @@ class _Window:
     def add_losses(self, pairs: list) -> None:
         """Called after each backward."""
         for place, (loss, count) in enumerate(pairs):
-            if self._is_added(loss, count):
-                self._add_to_loss(place, loss, count)
+            if not self._is_added(loss, count):
+                continue
+            # float64 where the device has it: a window has many micro-batches, and their sums
+            # differ in size
+            dtype = loss.dtype if loss.device.type == "mps" else torch.float64
+            value = loss.detach().to(dtype)
+            if self.loss_sums[place] is None:
+                self.loss_sums[place] = torch.zeros((), dtype=dtype, device=loss.device)
+            # In place, so that every micro-batch leaves equally many bytes behind.
+            self.loss_sums[place] += value * count if self.mean else value
 
     def _is_added(self, loss: Tensor, count: int | float) -> bool:
         """Whether a loss is a part of the window. The mean of nothing, which is not a number, is
         none, also where it was multiplied by its count.
         """
-        return bool(count) or not (self.mean or self.totals is None or loss.isnan())
-
-    def _check_loss_without_items(self, loss: Tensor, count: int | float) -> None:
-        """Without a total, the window may turn out to have no items, with its gradients made."""
-        if count or self.mean or self.totals is not None or loss.isnan():
-            return
-        if loss.item():
+        if count or self.mean or loss.isnan():
+            return bool(count)
+        # Without a total, the window may turn out to have no items, with its gradients made.
+        if self.totals is None and loss.item():
             raise ValueError(
                 "give total_items= or count_items=: a micro-batch with a count of 0 has the loss "
                 f"{loss.item():g}, and if all of them had that count, there would be nothing to "
                 "divide by"
             )
-
-    def _add_to_loss(self, place: int, loss: Tensor, count: int | float) -> None:
-        # float64 where the device has it: a window has many micro-batches, and their sums differ in
-        # size
-        dtype = loss.dtype if loss.device.type == "mps" else torch.float64
-        value = loss.detach().to(dtype)
-        if self.loss_sums[place] is None:
-            self.loss_sums[place] = torch.zeros((), dtype=dtype, device=loss.device)
-        # In place, so that every micro-batch leaves equally many bytes behind.
-        self.loss_sums[place] += value * count if self.mean else value
+        return self.totals is not None
 
 
 class _Correction:

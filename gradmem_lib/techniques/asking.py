@@ -7,8 +7,7 @@ Who asks, and about which rows:
 - ``pieces``: the sums and counts of a batch, and of all its rows but the last and of the last one;
 - ``training.probe``: the means of a few unlike rows together, and of each alone;
 - ``training.own_trainers``: a step of a ``Trainer`` in one micro-batch, and in pieces;
-- ``training.window``: the same rows before a window and after it;
-- ``training.finite``: each row alone, and beside a row whose loss is finite.
+- ``training.window``: the same rows before a window and after it, and each row alone.
 """
 
 import math
@@ -104,17 +103,17 @@ class Question:
         return found
 
     def observe_with_other_weights(
-        self, *lists: list[Any], shows: Callable[[list[Any]], bool]
+        self, *lists: list[Any], shows: Callable[[list[Observations]], bool]
     ) -> tuple[list[Observations], bool]:
         """What is found for lists of batches, with a few other numbers in the weights
         (``other_weights``), and whether the weights had them.
 
-        If the first list of some process then raises an error, or its values show nothing, the
+        If the first list of some process then raises an error, or what is found shows nothing, the
         model cannot have such weights, and all processes ask it with its own.
         """
         with other_weights(self.model, self.processes):
             found = self.observe_lists(*lists)
-        nothing = found[0].error is not None or not shows(found[0].values)
+        nothing = found[0].error is not None or not shows(found)
         if self.processes.sums(nothing)[0]:
             return self.observe_lists(*lists), False
         return found, True

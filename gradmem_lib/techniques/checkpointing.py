@@ -26,7 +26,6 @@ from bisect import bisect
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -37,15 +36,15 @@ from ..compat.modules import call_override, original_call
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from ..model.layers import Named, find_layers, layers_in
-from .best_schedule import Measurement
+from .best_schedule import best_schedule, measured_layers
 from .call_overrides import (
     ALREADY_CHECKPOINTED,
     CallOverride,
     Checkpoints,
     refuse_checkpointed,
 )
-from .layer_arguments import CACHE_WARNING, split_input, without_cache
-from .schedules import Schedule, first_layers, segments_for, total_layers
+from .layer_arguments import split_input, without_cache
+from .schedules import Schedule, first_layers, segments_for
 from .second_run import version_of
 from .segments import NOTHING, Chain, Handover
 
@@ -66,13 +65,12 @@ def checkpoint_layers(
             layers is found. A model with several lists (an encoder's and a decoder's) gets a
             schedule for each.
         every: an int k for segments of k layers, or ``"per-layer"`` for 1; ``"sqrt"`` for about
-            sqrt(n) segments; a list of segment lengths, first segment first, in which a list is a
-            segment made of segments; ``"first-k"`` to checkpoint the first k layers one by one
-            (counted from the first list on) and keep the others; or ``"best"``. This measures the
-            bytes of each layer at the beginning of the first training forward (two extra forwards
-            and a backward of the layers, one at a time) and uses ``safe_segments``. Then the peak
-            is never higher than with one checkpoint a layer, whatever logits and loss need after
-            the layers.
+            sqrt(n) segments; a list of segment lengths, first segment first; ``"first-k"`` to
+            checkpoint the first k layers one by one (counted from the first list on) and keep the
+            others; or ``"best"``. This measures the bytes of each layer when the first of them is
+            called (two extra forwards and a backward of the layers, one at a time) and uses
+            ``safe_segments``. Then the peak is never higher than with one checkpoint a layer,
+            whatever logits and loss need after the layers.
         keep_last: whether the last segment is kept rather than recomputed. ``None``: yes for a
             list, no for an int and ``"sqrt"``, and ``"best"`` chooses. ``"first-k"`` sets it
             itself.
@@ -162,10 +160,8 @@ class _LayerCalls:
     internal: list[int] | None = None
     boundary: list[int] | None = None
     handover: Handover = NOTHING  # what the last call returned, if its segment goes on
-    measurement: Measurement | None = None  # while "best" measures
     per_layer_this_forward: bool = False  # in this forward, each layer is its own segment
     called: bool = False  # whether any layer of the list was called
-    warned: bool = False
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -198,22 +194,16 @@ class _LayerCalls:
             return self._call_as_it_is(i, args, kwargs, before)
         if getattr(self.layers[i], LAYER_SWITCH, False):
             raise RuntimeError(ALREADY_CHECKPOINTED)
-        args, kwargs, had_cache = without_cache(args, kwargs)
-        if had_cache and not self.warned:
-            self.warned = True
-            warnings.warn(CACHE_WARNING, stacklevel=2)
-        x, rest = split_input(args, kwargs)
-        if self.measurement is not None:
-            return self._measure(i, x, rest, before)
+        x, rest = split_input(*without_cache(args, kwargs))
         if self.segments is None and not self.per_layer_this_forward:
-            self._choose_schedule(partial(self._measure_in_order, i, x, rest))
-        segment, start, stop = self._segment_of(i)
+            self._choose_schedule(i, x, rest)
+        start, stop = self._segment_of(i)
         if i == start:
             self._refuse_skipped(i, x, before)
-        if self.keep_last and stop == len(self.layers) and isinstance(segment, int):
+        if self.keep_last and stop == len(self.layers):
             return self.chain.call_layer(i, x, rest)  # kept: nothing runs again
         if i == start:
-            out = self._run_segment(segment, start, stop, x, rest)
+            out = self.chain.run_checkpointed(start, stop, x, rest)
         else:  # the segment has run: hand its output on
             self._refuse_unless_continued(i, start, x, rest, before)
             out, rest = before.of_segment, before.rest
@@ -224,22 +214,13 @@ class _LayerCalls:
         self.handover = Handover(i + 1, handed_on, rest, version, of_segment=out)
         return handed_on
 
-    def _run_segment(
-        self, segment: int | Schedule, start: int, stop: int, x: Any, rest: tuple
-    ) -> Any:
-        if self.keep_last and stop == len(self.layers):
-            return self.chain.run(segment, start, x, rest)
-        return self.chain.run_checkpointed(segment, start, x, rest)
-
-    def _segment_of(self, i: int) -> tuple[int | Schedule, int, int]:
-        """Layer ``i``'s segment in this forward: its item of the schedule, its first layer, and the
-        layer after its last.
-        """
-        schedule = [1] * len(self.layers) if self.per_layer_this_forward else self.segments
-        ends = list(accumulate(map(total_layers, schedule)))
+    def _segment_of(self, i: int) -> tuple[int, int]:
+        """Layer ``i``'s segment in this forward: its first layer, and the layer after its last."""
+        if self.per_layer_this_forward:
+            return i, i + 1
+        ends = list(accumulate(self.segments))
         index = bisect(ends, i)
-        segment, stop = schedule[index], ends[index]
-        return segment, stop - total_layers(segment), stop
+        return ends[index] - self.segments[index], ends[index]
 
     def _training(self) -> bool:
         return torch.is_grad_enabled() and any(layer.training for layer in self.layers)
@@ -283,16 +264,12 @@ class _LayerCalls:
             getattr(model.config, name, None) if kwargs.get(name) is None else kwargs[name]
             for name in OUTPUTS_OF_EACH_LAYER
         )
-        if self.segments is None and not self.per_layer_this_forward and self._training():
-            # Where a batch has padding, layers of different kinds get different masks.
-            kinds = set(getattr(model.config, "layer_types", None) or ())
-            self._choose_schedule(lambda: model.forward(*args, **kwargs), same_kind=len(kinds) < 2)
 
     def after_part(self, part: nn.Module, args: tuple, out: Any) -> None:
         """Called after a part of a layer has run. If no layer was called by the time of backward,
         none will be.
         """
-        if self.called or self.warned or not self._training():
+        if self.called or not self._training():
             return
         for tensor in tensors_in((out,)):
             if tensor.requires_grad:
@@ -300,52 +277,28 @@ class _LayerCalls:
                 return
 
     def _warn_if_none_was_called(self, gradient: Any) -> None:
-        if self.called or self.warned:
+        if self.called:
             return
-        self.warned = True
         warnings.warn(
             "give checkpoint_layers a list whose items the model's forward calls: it calls parts "
             "of the layers in this list, and not the layers themselves, so no checkpoint runs",
             stacklevel=2,
         )
 
-    # "best": a first forward, in which each call measures its layer.
-
-    def _choose_schedule(self, run: Callable[[], Any], same_kind: bool = True) -> None:
-        """Measure each layer while ``run`` calls them, and choose the schedule.
-
-        ``same_kind``: the layers get the same arguments, so that they may share a segment.
-        """
-        self.measurement = measurement = Measurement(self.chain)
-        try:
-            measurement.forward(run)
-        finally:
-            self.measurement, self.handover = None, NOTHING
-        self.internal = [size.internal for size in measurement.sizes]
-        self.boundary = [size.boundary for size in measurement.sizes]
-        self.segments, self.keep_last = measurement.schedule(self.keep_last, same_kind=same_kind)
-
-    def _measure(self, i: int, x: Any, rest: tuple, before: Handover) -> Any:
-        """The output of layer ``i``, without a graph; its bytes go into the measurement."""
-        continues = before.problem(self.chain, i, x, rest) is None
-        out = self.measurement.call_layer(i, x, rest, continues=continues)
-        self.handover = Handover(i + 1, out, rest, version_of(self.chain.hidden(out)))
-        return out
-
-    def _measure_in_order(self, i: int, x: Any, rest: tuple) -> None:
-        """Call each layer with the output of the one before it, where no model is known that does.
-
-        ``x``, ``rest``: the arguments of layer ``i``, which has to be the first.
-        """
+    def _choose_schedule(self, i: int, x: Any, rest: tuple) -> None:
+        """``"best"``: measure all layers, and choose the schedule, before layer ``i`` runs."""
         if i != 0:
             raise RuntimeError(
                 f'layer {i} was called before layer 0, at which "best" measures all layers'
             )
-        for j in range(len(self.layers)):
-            out = self._measure(j, x, rest, self.handover)
-            if self.chain.has_extra_outputs(out):
-                return  # nobody knows here what the next layer gets: each is its own segment
-            x = self.chain.hidden(out)
+        sizes = measured_layers(self.chain, x, rest)
+        # Where a batch has padding, layers of different kinds get different masks.
+        kinds = set(getattr(getattr(self.owner, "config", None), "layer_types", None) or ())
+        self.internal = [size.internal for size in sizes]
+        self.boundary = [size.boundary for size in sizes]
+        self.segments, self.keep_last = best_schedule(
+            sizes, len(self.layers), self.keep_last, same_kind=len(kinds) < 2
+        )
 
 
 def _for_the_next_layer(i: int, out: Any) -> Any:

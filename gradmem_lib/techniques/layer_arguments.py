@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import Tensor
@@ -60,8 +61,8 @@ def _elements(t: Tensor) -> tuple:
     return storage_key(t.untyped_storage()), t.storage_offset(), t.shape, t.stride(), t.dtype
 
 
-def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
-    """The arguments with None for a key-value cache, and whether there was a cache.
+def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """The arguments with None for a key-value cache, of which it warns.
 
     ``RuntimeError`` if it has entries.
     """
@@ -72,6 +73,8 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
             "the layers were given a key-value cache that has entries, and running them again "
             "would add to it again: train without one (use_cache=False), or remove the checkpoints"
         )
+    if caches:
+        warnings.warn(CACHE_WARNING, stacklevel=2)
 
     def without(value: Any) -> Any:
         return None if isinstance(value, kind) else value
@@ -79,4 +82,4 @@ def without_cache(args: tuple, kwargs: dict) -> tuple[tuple, dict, bool]:
     named = {name: without(value) for name, value in kwargs.items()}
     if "use_cache" in named:
         named["use_cache"] = False
-    return tuple(map(without, args)), named, bool(caches)
+    return tuple(map(without, args)), named

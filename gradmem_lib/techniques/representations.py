@@ -71,7 +71,7 @@ def accumulate_through_embeddings(
             first_runs.append((_random_state(), first))
             with first.watched():
                 pieces.append(_as_tuple(embed(micro)))
-    embeddings = _joined(pieces)
+    embeddings = [torch.cat(tensors) for tensors in zip(*pieces, strict=True)]
     sizes = [[len(tensor) for tensor in piece] for piece in pieces]
     del pieces
 
@@ -157,25 +157,11 @@ def _as_tuple(returned: Any) -> tuple[Tensor, ...]:
     tensors = tuple(returned) if isinstance(returned, tuple | list) else (returned,)
     for tensor in tensors:
         if not isinstance(tensor, Tensor) or not tensor.dim():
-            given = type(tensor).__name__
-            if isinstance(tensor, Tensor):
-                given = "a tensor without rows"
             raise TypeError(
-                f"embed must return a tensor (rows, ...) or a tuple of such tensors, and returned "
-                f"{given}: for example model(**micro).last_hidden_state[:, 0]"
+                "embed must return a tensor (rows, ...) or a tuple of such tensors, such as "
+                f"model(**micro).last_hidden_state[:, 0], and returned {described(tensor)}"
             )
     return tensors
-
-
-def _joined(pieces: list[tuple[Tensor, ...]]) -> list[Tensor]:
-    """Each tensor of all micro-batches together."""
-    numbers = sorted({len(piece) for piece in pieces})
-    if len(numbers) > 1 or not numbers[0]:
-        raise ValueError(
-            f"embed returned {' and '.join(map(str, numbers))} tensors: return equally many for "
-            "each micro-batch, and at least one"
-        )
-    return [torch.cat(tensors) for tensors in zip(*pieces, strict=True)]
 
 
 def _check_loss(loss: Any) -> None:

@@ -2,9 +2,8 @@
 in backward.
 
 A *schedule* is a list of segment lengths, first segment first, whose sum is the number of layers.
-An element may be a list: a segment made of segments. The input of each segment (its boundary) is
-kept. The activations of its layers are dropped in forward, and recomputed when backward reaches the
-segment. The last segment may be kept instead.
+The input of each segment (its boundary) is kept. The activations of its layers are dropped in
+forward, and recomputed when backward reaches the segment. The last segment may be kept instead.
 
 Let a boundary have x bytes, and let each layer keep a more bytes. When the backward of segment
 number i (from 1) with k layers begins, i·x + k·a + (k - 1)·x bytes are alive: i boundaries, and
@@ -16,7 +15,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from itertools import accumulate, pairwise
 from numbers import Real
 from operator import add
@@ -28,7 +26,7 @@ from ..units import check_positive_int, is_positive_int
 if TYPE_CHECKING:
     from .layer_bytes import LayerBytes
 
-Schedule = list  # of segment lengths and of Schedules
+Schedule = list[int]  # segment lengths
 # Bytes, or whole multiples of any unit: one number for all layers, or one for each layer.
 Sizes = int | Sequence[int]
 
@@ -45,12 +43,12 @@ def uniform_segments(n: int, k: int) -> list[int]:
 def extra_forwards(segments: Schedule, keep_last: bool = True) -> int:
     """How many forward calls of layers backward adds: one for each layer of a recomputed segment.
 
-    ``keep_last``: whether the last segment is kept rather than recomputed. Inside a nested segment,
-    the last one is always kept.
+    ``keep_last``: whether the last segment is kept rather than recomputed.
     """
-    total_layers(segments)
-    recomputed = sum(map(total_layers, segments[:-1] if keep_last else segments))
-    return recomputed + sum(extra_forwards(item) for item in segments if not isinstance(item, int))
+    layers = total_layers(segments)
+    if keep_last:
+        layers -= segments[-1]
+    return layers
 
 
 def schedule_peak(
@@ -65,8 +63,7 @@ def schedule_peak(
     """The peak of a schedule's activations in bytes, including the first layer's input.
 
     Args:
-        segments: segment lengths, first segment first. An element may be a list: a segment made of
-            segments.
+        segments: segment lengths, first segment first.
         internal: bytes that autograd keeps inside one layer, without its input: a number, or a list
             with one a layer.
         boundary: bytes of one layer's input: a number, or a list.
@@ -86,26 +83,14 @@ def schedule_peak(
 
 def _peak(segments: Schedule, sizes: list[list]) -> int:
     internal, boundary, temporaries, (tail,) = sizes
-
-    def walk(segments: Schedule, start: int, held: int) -> tuple[int, int]:
-        """The peak of the layers from ``start`` on, if ``held`` bytes of boundaries are alive.
-
-        Also returns ``held`` after these layers.
-        """
-        highest = 0
-        for item in segments:
-            if isinstance(item, int):
-                inside = held
-                for layer in range(start, start + item):
-                    inside += boundary[layer] + internal[layer]
-                    highest = max(highest, inside + temporaries[layer])
-            else:
-                highest = max(highest, walk(item, start, held)[0])
-            held += boundary[start]
-            start += total_layers(item)
-        return highest, held
-
-    highest, held = walk(segments, 0, 0)
+    highest = held = start = 0  # held: the bytes of the boundaries so far
+    for length in segments:
+        inside = held
+        for layer in range(start, start + length):
+            inside += boundary[layer] + internal[layer]
+            highest = max(highest, inside + temporaries[layer])
+        held += boundary[start]
+        start += length
     return max(highest, held + tail)
 
 
@@ -123,9 +108,7 @@ def best_segments(
     ``max_extra_forward`` · n extra forwards.
 
     The other arguments are those of ``schedule_peak``. A kept last segment costs no extra forward,
-    so below 1.0 it must be longer. Above 1.0, if all layers have equal sizes and the tail is no
-    larger than temporaries, segments may be made of segments (the result then contains lists).
-    Otherwise all segments are plain. ``keep_last=False`` costs n extra calls, and raises
+    so below 1.0 it must be longer. ``keep_last=False`` costs n extra calls, and raises
     ``ValueError`` if fewer are allowed.
 
     Among schedules with equal peaks, it takes the one with the fewest extra forward calls, then
@@ -144,16 +127,14 @@ def best_segments(
             f"allows {extra} of them: keep the last segment, or allow 1.0"
         )
     sizes = _sizes(n, internal, boundary, temporaries, tail, keep_last)
-    nested = extra > n and keep_last and all(len(set(values)) == 1 for values in sizes)
-    below = _nested_below if nested else _plain_below
     low, high = 0, _peak([n], sizes)
     while low < high:
         middle = (low + high) // 2
-        if (found := below(middle, n, extra, keep_last, sizes)) is None:
+        if (found := _segments_below(middle, n, extra, keep_last, sizes)) is None:
             low = middle + 1
         else:
             high = _peak(found, sizes)  # often much lower than the limit
-    return below(high, n, extra, keep_last, sizes)
+    return _segments_below(high, n, extra, keep_last, sizes)
 
 
 def safe_segments(
@@ -194,7 +175,7 @@ def safe_segments(
     return [1] * first + segments, not recompute_last
 
 
-def _plain_below(
+def _segments_below(
     limit: int, n: int, extra: int, keep_last: bool, sizes: list[list]
 ) -> Schedule | None:
     """Segments whose peak is at most ``limit``; None if there are none.
@@ -231,39 +212,6 @@ def _plain_below(
     return [stop - start for stop, start in pairwise(ends)][::-1]
 
 
-def _nested_below(
-    limit: int, n: int, extra: int, keep_last: bool, sizes: list[list]
-) -> Schedule | None:
-    """Segments, perhaps made of segments, whose peak is at most ``limit``; None if there are none.
-
-    They need at most ``extra`` extra forwards.
-    """
-    internal, boundary, temporaries, _ = (values[0] for values in sizes)
-
-    @cache
-    def fewest(length: int, i: int) -> tuple[float, Schedule]:
-        """The fewest extra forwards for ``length`` layers while i boundaries are alive.
-
-        Also returns their segments. If all layers fit, they are one segment. Otherwise a first
-        segment is recomputed, in the way that is best for its length, and the rest has one more
-        boundary.
-        """
-        available = limit - temporaries - i * boundary
-        if length * (internal + boundary) <= available:
-            return 0, [length]
-        if internal + boundary > available:
-            return math.inf, []
-        costs = {
-            r: r + fewest(r, i)[0] + fewest(length - r, i + 1)[0] for r in range(length - 1, 0, -1)
-        }
-        first = min(costs, key=costs.__getitem__)
-        head, rest = fewest(first, i)[1], fewest(length - first, i + 1)[1]
-        return costs[first], [head[0] if len(head) == 1 else head, *rest]
-
-    calls, segments = fewest(n, 0)
-    return _converted(list, segments) if calls <= extra else None
-
-
 def checked_schedule(
     every: Any, what: str = "every", extra_names: Sequence[str] = ()
 ) -> str | int | tuple:
@@ -277,9 +225,8 @@ def checked_schedule(
         isinstance(every, str) and (every in names or first_layers(every) is not None)
     ):
         return every
-    if isinstance(every, (list, tuple)) and every:
-        total_layers(every)
-        return _converted(tuple, every)
+    if isinstance(every, (list, tuple)) and every and all(map(is_positive_int, every)):
+        return tuple(every)
     raise ValueError(
         f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment "
         "(a whole number of at least 1), 'first-5' for the first 5 layers one by one (fit finds "
@@ -307,34 +254,17 @@ def segments_for(every: Any, n: int) -> Schedule | None:
         return uniform_segments(
             n, {"per-layer": 1, "sqrt": max(1, round(math.sqrt(n)))}.get(every, every)
         )
-    if total_layers(every) != n:
-        raise ValueError(
-            f"segments {_converted(list, every)} hold {total_layers(every)} layers, "
-            f"and there are {n}"
-        )
-    return _converted(list, every)
+    if sum(every) != n:
+        raise ValueError(f"segments {list(every)} hold {sum(every)} layers, and there are {n}")
+    return list(every)
 
 
-def total_layers(segments: int | Sequence) -> int:
-    """How many layers a schedule, or one of its elements, has.
-
-    Raises ``ValueError`` for anything that is not a schedule.
-    """
-    if is_positive_int(segments):
-        return segments
-    if isinstance(segments, (list, tuple)) and segments:
-        return sum(map(total_layers, segments))
-    raise ValueError(
-        f"{segments!r} in a schedule: a schedule is a list of segment lengths of at least 1, and "
-        "an element may itself be such a list"
-    )
-
-
-def _converted(kind: type, segments: Any) -> Any:
-    """``segments`` with all lists and tuples, at any depth, converted to ``kind``."""
-    if not isinstance(segments, (list, tuple)):
-        return segments
-    return kind(_converted(kind, part) for part in segments)
+def total_layers(segments: Sequence[int]) -> int:
+    """How many layers a schedule has. Raises ``ValueError`` for something else."""
+    lengths = checked_schedule(segments, "segments")
+    if not isinstance(lengths, tuple):
+        raise ValueError(f"segments={segments!r}: give a list of segment lengths of at least 1")
+    return sum(lengths)
 
 
 def _sizes(

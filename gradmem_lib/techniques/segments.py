@@ -21,7 +21,6 @@ from torch import nn
 
 from ..compat.modules import original_call
 from .layer_arguments import join_input, same_arguments
-from .schedules import Schedule, total_layers
 from .second_run import checkpoint_again, version_of
 
 IN_PLACE = (
@@ -40,8 +39,8 @@ class Chain:
     layers: list[nn.Module]
     passes_tuple_through: bool  # the next layer gets a tuple as it is, not only its first element
 
-    def run_checkpointed(self, segment: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
-        """The output of a segment that begins at layer ``start`` with input ``x``.
+    def run_checkpointed(self, start: int, stop: int, x: Any, rest: tuple) -> Any:
+        """The output of the layers from ``start`` to before ``stop``, with input ``x``.
 
         Only ``x`` is kept for backward, which runs the segment again. ``rest``: the other arguments
         of each layer, as ``split_input`` returns them.
@@ -49,40 +48,23 @@ class Chain:
         Raises ``RuntimeError`` if the segment changes ``x`` in place.
         """
         before = version_of(x)
-        layers = self.layers[start : start + total_layers(segment)]
-        run = partial(self.run, segment, start, rest=rest)
-        out = checkpoint_again(layers, run, x, given=rest)
+        run = partial(self.run, start, stop, rest=rest)
+        out = checkpoint_again(self.layers[start:stop], run, x, given=rest)
         if version_of(x) != before:
             raise RuntimeError(IN_PLACE.format(start))
         return out
 
-    def run(self, segment: int | Schedule, start: int, x: Any, rest: tuple) -> Any:
-        """The same output without a checkpoint around the whole segment.
-
-        A list is a segment made of segments: each of them but the last gets a checkpoint of its
-        own. (The last is the first that backward needs, so it would run again at once.)
-        """
-        if segment == 1:
-            return self.call_layer(start, x, rest)
-        parts: Schedule
-        if isinstance(segment, int):
-            parts, made_of_segments = [1] * segment, False
-        else:
-            parts, made_of_segments = segment, True
-        for number, part in enumerate(parts, 1):
-            is_last = number == len(parts)
-            if made_of_segments and not is_last:
-                out = self.run_checkpointed(part, start, x, rest)
-            else:
-                out = self.run(part, start, x, rest)
-            if not is_last and self.has_extra_outputs(out):
+    def run(self, start: int, stop: int, x: Any, rest: tuple) -> Any:
+        """The same output without a checkpoint."""
+        out = self.call_layer(start, x, rest)
+        for i in range(start + 1, stop):
+            if self.has_extra_outputs(out):
                 raise RuntimeError(
                     "the layers return more than their hidden state, which is all that a segment "
                     "hands on: checkpoint them one by one (every=1), or leave output_attentions "
                     "off"
                 )
-            x = self.hidden(out)
-            start += total_layers(part)
+            out = self.call_layer(i, self.hidden(out), rest)
         return out
 
     def call_layer(self, i: int, x: Any, rest: tuple) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from contextvars import Context
 from functools import partial
@@ -24,7 +23,8 @@ from ..model.layers import Named, find_layers, layers_in
 from ..names import SELECTIVE, check_choice
 from ..units import check_positive_int
 from .call_overrides import CallOverride, Checkpoints, refuse_checkpointed
-from .layer_arguments import CACHE_WARNING, without_cache
+from .counts import described
+from .layer_arguments import without_cache
 from .module_state import left_as_it_was
 from .second_run import FirstRun, checkpoint_again
 
@@ -61,8 +61,7 @@ def checkpoint_parts(
     modules = found
     if not whole_layers:
         modules = [module for layer in found for module in find_parts(layer, part)]
-    warned: list[str] = []
-    return Checkpoints([Part(module, whole_layers, warned) for module in modules])
+    return Checkpoints([Part(module, whole_layers) for module in modules])
 
 
 def tiled(module: nn.Module, tiles: int) -> Checkpoints:
@@ -83,17 +82,14 @@ def tiled(module: nn.Module, tiles: int) -> Checkpoints:
 class Part(CallOverride):
     """The override of a module that is recomputed in backward."""
 
-    def __init__(self, module: nn.Module, keeps_products: bool, warned: list[str]):
-        self.module, self.keeps_products, self.warned = module, keeps_products, warned
+    def __init__(self, module: nn.Module, keeps_products: bool):
+        self.module, self.keeps_products = module, keeps_products
 
     def __call__(self, *args, **kwargs):
         run = original_call(self.module)
         if not (torch.is_grad_enabled() and self.module.training):
             return run(*args, **kwargs)
-        args, kwargs, had_cache = without_cache(args, kwargs)
-        if had_cache and not self.warned:
-            self.warned.append(CACHE_WARNING)  # once for all parts of a model
-            warnings.warn(CACHE_WARNING, stacklevel=2)
+        args, kwargs = without_cache(args, kwargs)
         options = {}
         if self.keeps_products:
             options["context_fn"] = partial(create_selective_checkpoint_contexts, Policy())
@@ -133,44 +129,32 @@ class Tiled(CallOverride):
             Context().run(self._check, run, sample)
 
     def _check(self, run: Callable, sample: Tensor) -> None:
-        out = self._output(run, sample)
-        for token in (0, -1):
-            self._check_token(out, sample, token)
-        self.checked = sample.shape[-2] > 1  # a single token says nothing about longer rows
-
-    def _output(self, run: Callable, sample: Tensor) -> Tensor:
-        """The output of a slice. ``ValueError`` if it is not one tensor with all its tokens."""
-        name, shape = type(self.module).__name__, (*sample.shape,)
+        """``ValueError`` if a slice does not give one tensor, or a token depends on another one."""
+        why, raised = "", None
         try:
             out = run(sample)
         except RuntimeError as error:
+            why, raised = f"cannot run on a slice of shape {(*sample.shape,)} ({error})", error
+        else:
+            if not isinstance(out, Tensor) or out.shape[:-1] != sample.shape[:-1]:
+                why = f"returned {described(out)} for a slice of shape {(*sample.shape,)}"
+            elif any(_reads_others(out, sample, token) for token in (0, -1)):
+                why = "has a token whose output depends on another token"
+        if why:
             raise ValueError(
-                f"{name} cannot run on a slice of shape {shape} ({error}): tile a module that "
-                "takes (..., tokens, width) in any strides, such as an MLP. A mixture's block may "
-                "take slices of one row, but not of several"
-            ) from error
-        if isinstance(out, Tensor) and out.shape[:-1] == sample.shape[:-1]:
-            return out
-        what = f"a {type(out).__name__}"
-        if isinstance(out, Tensor):
-            what = f"shape {(*out.shape,)}"
-        raise ValueError(
-            f"{name} returned {what} for a slice of shape {shape}, and what slices return is "
-            "joined token by token: tile a module that returns one tensor (..., tokens, width), "
-            "such as an MLP"
-        )
+                "tile a module that treats each token by itself, and takes and returns one tensor "
+                "(..., tokens, width) in any strides, such as an MLP (a mixture's block may take "
+                f"slices of one row, but not of several): {type(self.module).__name__} {why}"
+            ) from raised
+        self.checked = sample.shape[-2] > 1  # a single token says nothing about longer rows
 
-    def _check_token(self, out: Tensor, sample: Tensor, token: int) -> None:
-        """``ValueError`` if the output of ``token`` has a gradient at other tokens."""
-        one = out[..., token, :]
-        (found,) = torch.autograd.grad(one, sample, torch.rand_like(one), retain_graph=True)
-        found[..., token, :] = 0
-        if found.any():
-            raise ValueError(
-                f"in {type(self.module).__name__}, a token's output depends on another token, and "
-                "slices would change it: tile a module that treats each token by itself, such as "
-                "an MLP"
-            )
+
+def _reads_others(out: Tensor, sample: Tensor, token: int) -> bool:
+    """Whether the output of ``token`` has a gradient at other tokens."""
+    one = out[..., token, :]
+    (found,) = torch.autograd.grad(one, sample, torch.rand_like(one), retain_graph=True)
+    found[..., token, :] = 0
+    return bool(found.any())
 
 
 class Policy:
@@ -213,14 +197,11 @@ def find_parts(layer: nn.Module, part: str | type[nn.Module]) -> list[nn.Module]
     if found:
         return list(found.values())
 
-    layer_class = type(layer).__name__
     if isinstance(part, type):
-        raise ValueError(
-            f"no module inside a {layer_class} is a {part.__name__}: give the class of a part of "
-            "each layer, or checkpoint whole layers"
-        )
+        wanted = part.__name__
+    else:
+        wanted = " or ".join(f"...{end}" for end in PARTS[part])
     raise ValueError(
-        f"{layer_class} has no {part} of its own: no module in it has a class named "
-        f"{' or '.join(f'...{end}' for end in PARTS[part])}. Give its class itself, as in "
-        "checkpoint_parts(model, Mlp); or checkpoint whole layers, or 'elementwise'"
+        "give the class of a part of each layer, as in checkpoint_parts(model, Mlp), or checkpoint "
+        f"whole layers, or 'elementwise': no module inside a {type(layer).__name__} is a {wanted}"
     )

@@ -85,28 +85,7 @@ def _shard_fully(
         options["mp_policy"] = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     if offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
-    try:
-        layers = layers_in(find_layers(model, named))
-    except ValueError as error:
-        raise ValueError(
-            f"fully_shard takes a model layer by layer, and {str(error).partition(':')[0]}. Call "
-            "torch.distributed.fsdp's fully_shard on each of its parts and then on the whole "
-            "yourself, make the optimizer afterwards, and give both to step"
-        ) from error
-    inside = {p for layer in layers for p in layer.parameters()}
-    for part in [*layers, model]:
-        own = [
-            p
-            for p in part.parameters()
-            if p.requires_grad and (part is not model or p not in inside)
-        ]
-        dtypes = sorted({str(p.dtype) for p in own})
-        if len(dtypes) > 1:
-            raise ValueError(
-                f"trained weights of one {type(part).__name__} are in {' and '.join(dtypes)}, and "
-                "fully_shard keeps a layer's in one dtype: choose a precision in the recipe, such "
-                "as 'bf16', or cast the model"
-            )
+    layers = layers_in(find_layers(model, named))
     with allow_integer_shards():
         for layer in layers:
             fully_shard(layer, reshard_after_forward=reshard, **options)

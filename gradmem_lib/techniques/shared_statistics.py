@@ -6,6 +6,8 @@ batch is cut: they normalize by the rows that they are given, or change in each 
 
 import warnings
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import Tensor, nn
 
@@ -46,53 +48,32 @@ def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _is_instance_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalizes each row by itself in training. The running statistics that it
-    may keep are read in evaluation only.
+@contextmanager
+def warning_of_changed_buffers(model: nn.Module | None, stacklevel: int) -> Iterator[None]:
+    """Around a forward in training: warns of the first module whose buffers it has changed.
+
+    It looks at their version counters, which takes no bytes.
     """
-    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-    return module.training and isinstance(module, kinds)
-
-
-class ChangedBuffers:
-    """Notices buffers that a forward in training has changed.
-
-    It looks at their version counters, which takes no bytes. Make one before a forward, and call
-    ``warn()`` after it.
-    """
-
-    def __init__(self, model: nn.Module | None):
-        self.model = model
-        # The names of module and buffer, the buffer, and its version. Weakly: a buffer that is
-        # replaced must not stay in memory.
-        self.before: list[tuple[str, str, weakref.ref[Tensor], int]] = []
-        if model is None:
-            return
+    # Weakly: a buffer that is replaced must not stay in memory.
+    before: list[tuple[str, str, weakref.ref[Tensor], int]] = []
+    if model is not None:
         have_a_warning = dict(batch_norms(model))
         for name, module in model.named_modules():
-            if name in have_a_warning or _is_instance_norm(module):
-                continue
             for buffer_name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
-                    row = (name, buffer_name, weakref.ref(buffer), version(buffer))
-                    self.before.append(row)
-
-    def warn(self, stacklevel: int) -> None:
-        """Warn of the first module whose buffers have changed."""
-        changed: dict[str, list[str]] = {}
-        for name, buffer_name, reference, version_before in self.before:
-            buffer = getattr(self.model.get_submodule(name), buffer_name)
-            if reference() is not buffer or version(buffer) != version_before:
-                changed.setdefault(name, []).append(buffer_name)
-        if not changed:
-            return
-        name, buffers = next(iter(changed.items()))
-        kind = type(self.model.get_submodule(name)).__name__
-        module = f"model.get_submodule({name!r})" if name else "model"
+                if buffer.is_floating_point() and name not in have_a_warning:
+                    before.append((name, buffer_name, weakref.ref(buffer), version(buffer)))
+    yield
+    for name, buffer_name, reference, version_before in before:
+        module = model.get_submodule(name)
+        buffer = getattr(module, buffer_name)
+        if reference() is buffer and version(buffer) == version_before:
+            continue
+        path = f"model.get_submodule({name!r})" if name else "model"
         warnings.warn(
-            f"before a window, run one forward in training, and call {module}.eval(); call its "
-            "train() after the window. Each forward in training changes buffers "
-            f"of {name or 'the model'} ({kind}): {', '.join(buffers)}. If the loss depends on "
-            "them, as with a spectral norm, each micro-batch is computed with other numbers",
+            f"before a window, run one forward in training, and call {path}.eval(); call its "
+            f"train() after the window. Each forward in training changes a buffer of "
+            f"{name or 'the model'} ({type(module).__name__}): {buffer_name}. If the loss depends "
+            "on it, as with a spectral norm, each micro-batch is computed with other numbers",
             stacklevel=stacklevel,
         )
+        return

@@ -74,20 +74,18 @@ def _refuse_lists_of_rows(batch: Any, rows: int) -> None:
     each micro-batch would get all of them.
     """
     entries = as_dict(batch)
+    if isinstance(entries, Tensor) or rows == 1:
+        return
     if isinstance(entries, dict):
-        named = list(entries.items())
-    elif isinstance(entries, list | tuple):
-        named = list(enumerate(entries))
-    else:
-        named = []
-    for name, value in named:
-        if not isinstance(value, list | tuple) or len(value) != rows or rows == 1:
+        entries = entries.values()
+    for value in entries:
+        if not isinstance(value, list | tuple) or len(value) != rows:
             continue
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(value)):
             raise ValueError(
-                f"the batch's entry {name!r} is a {type(value).__name__} of {rows} values beside "
-                f"tensors of {rows} rows, and only tensors are cut: make it a tensor, leave it "
-                "out, or cut the batch yourself, and give the pieces to accumulate_gradients"
+                f"the batch has a {type(value).__name__} of {rows} values beside tensors of {rows} "
+                "rows, and only tensors are cut: make it a tensor, leave it out, or cut the batch "
+                "yourself, and give the pieces to accumulate_gradients"
             )
 
 

@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -62,8 +61,13 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         state[f"{name}.weight"] = head.merged_weight()
         if head.bias is not None:
             state[f"{name}.bias"] = head.bias
-    first = next(iter(added.values()))
-    ranks = {name: len(module.A) for name, module in added.items()}
+    kinds = {(len(module.A), module.scale, module.dropout) for module in added.values()}
+    if len(kinds) > 1:
+        raise ValueError(
+            "give all additions the same rank, scale and dropout, as add_lora does: they have "
+            f"{' and '.join(map(str, sorted(kinds)))}. Or {WHOLE_MODEL}"
+        )
+    [(rank, scale, dropout)] = kinds
     settings = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if predicts_next_token(model) else None,
@@ -71,24 +75,11 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
         "inference_mode": True,
         "target_modules": list(added),
         "modules_to_save": heads or None,
-        "r": len(first.A),
-        "lora_alpha": first.scale * len(first.A),
-        "rank_pattern": {name: rank for name, rank in ranks.items() if rank != len(first.A)},
-        "alpha_pattern": {
-            name: module.scale * ranks[name]
-            for name, module in added.items()
-            if module.scale * ranks[name] != first.scale * len(first.A)
-        },
-        "fan_in_fan_out": isinstance(first.base, hf_class("Conv1D")),
+        "r": rank,
+        "lora_alpha": scale * rank,
+        "lora_dropout": dropout,
+        "fan_in_fan_out": isinstance(next(iter(added.values())).base, hf_class("Conv1D")),
     }
-    dropouts = sorted({module.dropout for module in added.values()})
-    if len(dropouts) > 1:
-        raise ValueError(
-            f"the additions have dropouts of {' and '.join(map(str, dropouts))}, and PEFT's files "
-            "have room for one: give all of them the same module.dropout"
-        )
-    if dropouts[0]:
-        settings["lora_dropout"] = dropouts[0]
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"base_model.model.{name}": t.detach().contiguous() for name, t in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
@@ -119,51 +110,23 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """Write LoRA's additions into the weights, in place, or into a copy of a weight that another
     module has too. Returns ``model`` as an ordinary model, to save and load anywhere.
 
-    For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4
-    bits, whose rounding would lose them, and for a ``peft`` model that adds tokens, not weights.
+    Raises ``ValueError`` for a base in 4 bits, whose rounding would lose them, and for a ``peft``
+    model, which merges its adapters itself.
     """
-    if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
-        if hasattr(model, "prompt_encoder"):
-            raise ValueError(
-                "write what was trained with model.save_pretrained(folder): tokens that are put "
-                "before each row (prompt and prefix tuning) are in no weight of the base"
-            )
+    if hasattr(model, "peft_config"):
         raise ValueError(
-            "write the adapters with model.save_pretrained(folder), and merge "
-            "peft.PeftModel.from_pretrained(base, folder): add_adapter gives a model no merge of "
-            "its own"
+            "call model.merge_and_unload(), which is PEFT's own merge; what was trained beside the "
+            "weights, as in prompt and prefix tuning, is written by model.save_pretrained(folder)"
         )
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
-
-    def let_own(layer: nn.Module) -> None:
-        weight = getattr(layer, "weight", None)
-        if owners[id(weight)] > 1:  # an embedding, say, has it too, and keeps it
-            own_weight = weight.detach().clone()
-            layer.weight = nn.Parameter(own_weight, requires_grad=False)
-
-    if hasattr(model, "merge_and_unload"):
-        for module in model.modules():
-            if hasattr(module, "get_base_layer"):
-                let_own(module.get_base_layer())
-        return _untied_in_config(model.merge_and_unload())
     layers = sorted(
         adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter)
     )
     # those in 4 bits come first: they are refused before anything changes
     for name, module in layers:
-        let_own(module.base)
+        weight = module.base.weight
+        if owners[id(weight)] > 1:  # an embedding, say, has it too, and keeps it
+            own_weight = weight.detach().clone()
+            module.base.weight = nn.Parameter(own_weight, requires_grad=False)
         model.set_submodule(name, module.merged())
-    return model
-
-
-def _untied_in_config(model: nn.Module) -> nn.Module:
-    """``model``, whose config says so if its head has no longer the embedding's weight: to load it
-    would tie them again.
-    """
-    config: Any = getattr(model, "config", None)
-    head = None
-    if getattr(config, "tie_word_embeddings", False):
-        head = model.get_output_embeddings()
-    if head is not None:
-        config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     return model

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..hf_names import IGNORED_PIXEL
+from ..hf_names import IGNORED_LABELS
 from ..model.wrappers import without_wrappers
 from ..names import IGNORED
 from ..techniques.counts import check_count
@@ -18,10 +18,13 @@ Rule = Callable[[nn.Module, Any], int | float | None]
 Which = Callable[[nn.Module, Any], Tensor | None]
 
 
-def labels_of(batch: Any) -> Tensor | None:
-    """What a dict or a namedtuple has as ``labels``."""
-    named = batch.get("labels") if isinstance(batch, Mapping) else getattr(batch, "labels", None)
-    return named if isinstance(named, Tensor) else None
+def labels_of(batch: Any, name: str = "labels") -> Tensor | None:
+    """The tensor that a dict or a namedtuple has as ``labels``, or by another name."""
+    if isinstance(batch, Mapping):
+        found = batch.get(name)
+    else:
+        found = getattr(batch, name, None)
+    return found if isinstance(found, Tensor) else None
 
 
 def with_labels(batch: Any, labels: Tensor) -> Any:
@@ -44,24 +47,15 @@ def _not_ignored(model: nn.Module, batch: Any) -> Tensor | None:
     return None if found is None else found != IGNORED
 
 
-def _not_ignored_pixels(model: nn.Module, batch: Any) -> Tensor | None:
-    """The labels that are not the config's own ignored one."""
-    found, config = labels_of(batch), getattr(model, "config", None)
-    if found is None or found.dim() != 3:
-        return None
-    for name in IGNORED_PIXEL:
-        if hasattr(config, name):
-            return found != getattr(config, name)
-    return None
-
-
-def _masked_words(model: nn.Module, batch: Any) -> Tensor | None:
-    """The labels without those that ModernBERT ignores besides -100."""
-    own = getattr(model, "sparse_pred_ignore_index", None)
+def _not_ignored_by_config(model: nn.Module, batch: Any) -> Tensor | None:
+    """The labels without those that the model's config names as ignored besides -100."""
     counted = _not_ignored(model, batch)
-    if counted is None or own is None:
+    if counted is None:
         return None
-    return counted & (labels_of(batch) != own)
+    for name in IGNORED_LABELS:
+        own = getattr(getattr(model, "config", None), name, IGNORED)
+        counted = counted & (labels_of(batch) != own)
+    return counted
 
 
 def _numbers(model: nn.Module, batch: Any) -> Tensor | None:
@@ -74,8 +68,8 @@ def _numbers(model: nn.Module, batch: Any) -> Tensor | None:
 
 def _shown(model: nn.Module, batch: Any) -> Tensor | None:
     """The tokens that the attention mask shows: at these, a distillation compares logits, say."""
-    mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-    return mask == 1 if isinstance(mask, Tensor) and mask.dim() == 2 else None
+    mask = labels_of(batch, "attention_mask")
+    return None if mask is None or mask.dim() != 2 else mask == 1
 
 
 def _shown_labels(model: nn.Module, batch: Any) -> Tensor | None:
@@ -129,10 +123,9 @@ predicted_tokens = after_shift(_not_ignored)
 RULES = (
     predicted_tokens,
     labels,
-    each(_not_ignored_pixels),
+    each(_not_ignored_by_config),
     each(_shown_labels),
     after_shift(_shown_labels),
-    each(_masked_words),
     rows,
     elements,
     each(_numbers),

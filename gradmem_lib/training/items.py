@@ -22,7 +22,6 @@ from ..measure.storages import tensors_in
 from ..model.wrappers import inside_peft, inside_wrapper
 from ..techniques.asking import PAIRS, RANDOM, SAME_ROWS, asking_loss, first_line
 from ..techniques.data_parallel import Processes
-from .finite import finite_rows
 from .item_rules import RULES, Rule, has_labels, rules_of
 from .probe import Answer, ask
 from .probe_rows import groups_of_rows, have_ignored_labels, with_fewer_labels
@@ -36,6 +35,10 @@ class LossIsNoMean(ValueError):
     """A loss that must not be cut: a few rows show that the losses of pieces do not add up to the
     batch's, or the loss differs from call to call, so that nothing can be shown.
     """
+
+
+class NotFinite(ValueError):
+    """A few rows have a loss that is no number, which shows nothing about its pieces."""
 
 
 class NoLoss(ValueError):
@@ -69,13 +72,13 @@ def find_rule(
     are. It is the answer too where rows cannot tell.
 
     It costs forwards of 1 to 4 rows without gradients, in eval mode, once for each model and
-    ``key``: for one or two groups of rows (``groups_of_rows``), and for up to 17 if rows differ in
-    many ways. What a loss does in training alone is not seen, nor a difference that is smaller than
-    rounding: about 1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are compared, and not
-    gradients, so a comparison of rows that cancels in the loss is not seen.
+    ``key``: each row is computed alone and in a group (``groups_of_rows``), which takes less time
+    than one step. What a loss does in training alone is not seen, nor a difference that is smaller
+    than rounding: about 1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are compared, and
+    not gradients, so a comparison of rows that cancels in the loss is not seen.
 
     Args:
-        micro_batches: what is about to be trained on; some of their rows are tried.
+        micro_batches: what is about to be trained on.
         loss_of: ``loss_of(model, batch)`` returns the mean loss.
         default: the rule that is tried first.
         how: what cuts the batch, for the error.
@@ -83,8 +86,9 @@ def find_rule(
         key: what is found is kept for this model and key, unless it is ``None``.
         processes: all of them must call this together, and agree.
 
-    Raises ``ValueError`` if no rule is right: pieces of such a loss do not add up to it. Warns if
-    one is almost right, and rounding does not explain the difference.
+    Raises ``ValueError`` if no rule is right: pieces of such a loss do not add up to it; and
+    ``NotFinite`` if a few rows have no finite loss. Warns if a rule is almost right, and rounding
+    does not explain the difference.
     """
     inner = inside_wrapper(model)
     processes = processes or Processes()
@@ -108,10 +112,12 @@ def find_rule(
         return None if items is None else rules[0]
     agreed = [place for place, vote in enumerate(votes) if vote == everybody]
     if not agreed:
-        can_ask_again = answer.error is None and not processes.groups
-        others = can_ask_again and finite_rows(inner, micro_batches, loss_of)
-        if others:  # the rest shows nothing
-            return find_rule(model, others, loss_of, default, how=how, items=items, key=key)
+        if processes.sums(answer.error is None and not answer.finite)[0]:
+            raise NotFinite(
+                f"look for rows with very large or missing numbers, or {UNCUT}: {how} cuts the "
+                f"batch, and the loss of a few rows of {type(inner).__name__} is no number, which "
+                "shows nothing about its pieces"
+            )
         with asking_loss(inner, loss_of, processes) as question:
             draws_numbers = question.changes(*groups[:1])
         if isinstance(answer.error, NoLoss):
@@ -213,8 +219,10 @@ def _refusal(
     elif items is not None:
         advice = "say what the loss is divided by with another items="
         found = f"is no mean over what items= counts: {found}"
-    elif answer.beyond_all_rows:
+    elif answer.compares_rows:
         advice = f"{UNCUT}, or {SUMS}, or accumulate_through_embeddings"
+        if answer.needs_other_rows:
+            advice = f"{PAIRS}; or {advice}"
         found = (
             "compares rows with each other or adds several means, and is no mean over labels or "
             f"rows: {found}"
@@ -225,11 +233,7 @@ def _refusal(
             "or items='targets' for the name of labels or weights, or the sum of the labels' "
             f"weights if it weighs classes; or, if it adds several means, {SUMS}; or {UNCUT}"
         )
-        if answer.needs_other_rows:
-            advice = f"{PAIRS}; or {advice}"
         found = f"is no mean over labels or rows: {found}"
-    if not answer.finite:  # as of weights that are not made yet: it proves nothing
-        kind = ValueError
     name = type(model).__name__  # to print it: no class's name decides anything here
     return kind(f"{advice}: {how} cuts the batch, and the loss of {name} {found}")
 

@@ -52,10 +52,6 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     found = []
     if given.get("return_loss"):
         found.append("return_loss=True (a loss that compares rows)")
-    if "num_items_in_batch" in given:
-        found.append("num_items_in_batch")
-    if getattr(config, "ctc_loss_reduction", None) == "sum":
-        found.append("ctc_loss_reduction='sum'")
     # The loss that balances a mixture's experts is small, and compares all tokens of a batch.
     routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
     if given.get("output_router_logits", routed):
@@ -153,35 +149,25 @@ def form_or_refusal(cls: type, config: Any) -> LogitForm | str:
 
 
 def _compare_losses(cls: type, config: Any) -> LogitForm | str:
-    message, forms = "", []
+    message = ""
     for heads in (2, 8):  # some models need more heads
         try:
             form, own, chunks = _both_losses(cls, config, heads)
         except Exception as error:  # the model's own code may raise anything
             message = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
             continue
-        if not all(map(_close, own, chunks, (1e-5, 1e-3))):
-            return (
-                f"the loss of {cls.__name__} with this config is more than a cross-entropy of its "
-                f"head's output, scaled or capped (on a tiny copy of it {own[0]:.4f}, in chunks "
-                f"{chunks[0]:.4f})"
-            )
-        if form == PLAIN:
-            return form
-        forms.append(form)
-    if not forms:
-        return (
-            f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its "
-            f"loss ({message})"
-        )
-    # The two copies differ in width. What was found in float32 has few digits.
-    if not all(_close(a or 0, b or 0, 1e-5) for a, b in zip(forms[0], forms[-1], strict=True)):
-        return f"the logits of {cls.__name__} depend on its width"
-    return forms[0]
-
-
-def _close(a: float, b: float, limit: float) -> bool:
-    return math.isclose(a, b, rel_tol=limit)
+        for one, other, limit in zip(own, chunks, (1e-5, 1e-3), strict=True):
+            if not math.isclose(one, other, rel_tol=limit):
+                return (
+                    f"the loss of {cls.__name__} with this config is more than a cross-entropy of "
+                    "its head's output, scaled or capped by a number of the config (on a tiny copy "
+                    f"of it {own[0]:.4f}, in chunks {chunks[0]:.4f})"
+                )
+        return form
+    return (
+        f"no tiny copy of {cls.__name__} could be trained to see whether chunks have its loss "
+        f"({message})"
+    )
 
 
 def _both_losses(cls: type, config: Any, heads: int) -> tuple[LogitForm, Numbers, Numbers]:
@@ -196,7 +182,7 @@ def _both_losses(cls: type, config: Any, heads: int) -> tuple[LogitForm, Numbers
         parameter.data.normal_(std=5 / head.weight.shape[1] ** 0.5)
     ids = torch.randint(3, VOCABULARY, (2, CHUNK_TOKENS * 5 // 8), device="cpu")  # two chunks
     targets = ids.masked_fill(torch.rand(ids.shape, device="cpu") < 0.2, IGNORED)
-    form = _form_of_logits(model, ids)
+    form = _form_of_logits(model, ids, config)
     found = []
     for loss_of in (lambda model, batch: model(**batch).loss, partial(loss_in_chunks, form=form)):
         torch.manual_seed(1)  # dropout
@@ -214,13 +200,21 @@ def _both_losses(cls: type, config: Any, heads: int) -> tuple[LogitForm, Numbers
 
 
 @torch.no_grad()
-def _form_of_logits(model: nn.Module, ids: Tensor) -> LogitForm:
+def _form_of_logits(model: nn.Module, ids: Tensor, config: Any) -> LogitForm:
+    """The form with a number of ``config`` that makes the logits of ``model``, or ``PLAIN``."""
     asked = deepcopy(model).eval()
     try:
         found = _product_and_logits(asked.double(), ids)
     except RuntimeError:  # some products of experts have no float64
         found = _product_and_logits(asked.float(), ids)
-    return _logit_form(*found)
+    forms = [PLAIN]
+    for number in vars(config.get_text_config()).values():
+        if isinstance(number, int | float) and number > 0:
+            forms += [LogitForm(number), LogitForm(1 / number), LogitForm(cap=number)]
+    for form in forms:
+        if _makes(form, *found):
+            return form
+    return PLAIN
 
 
 def _product_and_logits(model: nn.Module, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -236,31 +230,3 @@ def _makes(form: LogitForm, product: Tensor, logits: Tensor) -> bool:
     eps = max(torch.finfo(t.dtype).eps for t in (product, logits))
     found, _ = form.of(product.to(torch.float64, copy=True))
     return bool((found - logits).abs().max() <= 8 * eps * logits.abs().max())
-
-
-def _logit_form(product: Tensor, logits: Tensor) -> LogitForm:
-    """The form that makes ``logits`` of ``product``; scale 1 and no cap if none does."""
-    scale = float(product @ logits.to(product.dtype) / (product @ product))
-    for form in (PLAIN, LogitForm(scale), _capped_form(product, logits)):
-        few_digits = LogitForm(*(n and float(f"{n:.6g}") for n in form))
-        for each in (few_digits, form):
-            if _makes(each, product, logits):
-                return each
-    return PLAIN
-
-
-def _capped_form(product: Tensor, logits: Tensor) -> LogitForm:
-    """The cap by which the largest number of ``product`` falls behind a smaller one."""
-    order = product.abs().argsort()
-    places = order[len(order) // 2], order[-1]
-    small, large = (float(product[place]) for place in places)
-    of_small, of_large = (float(logits[place]) for place in places)
-    low, high = 0.0, 1e3  # scale / cap, which is halved until it is exact
-    for _ in range(100):
-        middle = (low + high) / 2
-        if math.tanh(middle * large) * of_small / (math.tanh(middle * small) * of_large) > 1:
-            low = middle
-        else:
-            high = middle
-    cap = of_large / math.tanh(high * large)
-    return LogitForm(high * cap, cap)

@@ -1,10 +1,8 @@
 """Watching any ``Trainer`` with a ``MemoryTracker``."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any, Self
 
-from torch import nn
 from transformers import TrainerCallback
 
 from ..measure.timeline import MemorySnapshot
@@ -25,10 +23,9 @@ class MemoryCallback(TrainerCallback):
     It measures and changes nothing. Whether a trainer's own loss is the same one with accumulation
     is asked by ``check_accumulation(trainer)``, since ``Trainer`` gives itself to no callback.
 
-    Attributes: ``tracker`` (of the last training, or ``None``); ``by_step``, from step number to
-    the ``MemorySnapshot`` of its peak; ``evaluation``, the peak of the last ``evaluate()`` or
-    ``predict()`` that ``make_trainer``'s trainer ran outside of training (one inside is a part of
-    its training), or ``None``. A stock ``Trainer`` does not say when such an evaluation begins.
+    Attributes: ``tracker`` (of the last training, or ``None``) and ``by_step``, from step number to
+    the ``MemorySnapshot`` of its peak. An evaluation outside of training is measured by a
+    ``MemoryTracker(trainer.model)`` around it.
     """
 
     def __init__(
@@ -37,7 +34,6 @@ class MemoryCallback(TrainerCallback):
         self._tracker_settings: dict[str, Any] = {"budget": budget, "live": live, "title": title}
         self.tracker: MemoryTracker | None = None
         self.by_step: dict[int, MemorySnapshot] = {}
-        self.evaluation: MemorySnapshot | None = None
         self._exit_stack: Any = None  # an ExitStack inside the with
         # Whether `gradmem run`, which measures a script, goes on to do so. Then ``tracker`` is its
         # own, and ``by_step`` stays empty.
@@ -56,24 +52,11 @@ class MemoryCallback(TrainerCallback):
         """The highest snapshot of the run. Raises ``RuntimeError`` before the first run."""
         if self.tracker is None:
             raise RuntimeError(
-                "nothing was trained yet: give this callback to a Trainer "
-                "(callbacks=[memory]) and call its train(). The peak of an evaluation alone is in "
-                "memory.evaluation, or, with a Trainer that make_trainer did not make, in a "
+                "nothing was trained yet: give this callback to a Trainer (callbacks=[memory]) and "
+                "call its train(). An evaluation alone is measured by a "
                 "MemoryTracker(trainer.model) around it"
             )
         return self.tracker.peak
-
-    @contextmanager
-    def watch_evaluation(self, model: nn.Module) -> Iterator[None]:
-        """Measure an evaluation that no tracker measures already; nothing is drawn."""
-        if MemoryTracker.any_runs():
-            yield
-            return
-        self.evaluation = None
-        settings = self._tracker_settings | {"live": False}
-        with MemoryTracker(model, **settings) as tracker:
-            yield
-        self.evaluation = tracker.peak
 
     def on_train_begin(
         self,

@@ -63,12 +63,12 @@ def check_accumulation(trainer: Trainer) -> None:
         rows = _first_rows(loader.dataset, args.world_size)
         whole, cut = _Step([rows], processes=1), _cut(trainer, rows)
         [((in_pieces, together), error)], with_others = question.observe_with_other_weights(
-            [cut, whole], shows=lambda losses: all(map(math.isfinite, losses))
+            [cut, whole], shows=lambda found: all(map(math.isfinite, found[0].values))
         )
         # Also after an error: other processes must not wait for this one.
         failed, added_up = processes.sums(error is not None, in_pieces)
         if failed:
-            raise _could_not_be_asked(name, error, args)
+            raise _could_not_be_asked(name, error)
         in_pieces = added_up / args.world_size
         if not processes.sums(question.differ(together, in_pieces))[0]:
             return
@@ -88,18 +88,15 @@ def check_accumulation(trainer: Trainer) -> None:
     )
 
 
-def _could_not_be_asked(name: str, error: Exception | None, args: Any) -> ValueError:
+def _could_not_be_asked(name: str, error: Exception | None) -> ValueError:
     if isinstance(error, _NotFinite):
         return error
     found = "an error in another process"
     if error is not None:
         found = first_line(error)
-    advice = "use gradient_accumulation_steps=1"
-    if args.gradient_accumulation_steps == 1:
-        advice = "train in one process"
     refusal = ValueError(
-        f"{advice}: it cannot be seen whether the loss of {name} may be cut, since its loss for a "
-        f"few rows raised {found}"
+        "use gradient_accumulation_steps=1 and one process: it cannot be seen whether the loss of "
+        f"{name} may be cut, since its loss for a few rows raised {found}"
     )
     refusal.__cause__ = error
     return refusal
@@ -113,22 +110,26 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
         pieces = 1
     divides = not _is_divided_by_items(trainer, items=True)
     ratio = in_pieces / together if together else 0.0
-    if divides and pieces > 1 and math.isclose(ratio, 1 / pieces, rel_tol=1e-3):
-        return (
+    factor_of_pieces: float = pieces
+    of_pieces = (
+        "set loss_is_scaled_for_ga = False in the class if compute_loss returns the mean of its "
+        "micro-batch, since nobody divides"
+    )
+    if divides:
+        factor_of_pieces = 1 / pieces
+        of_pieces = (
             "set loss_is_scaled_for_ga = True in the class, or leave the division to Trainer, "
             "since compute_loss and Trainer both divide"
         )
-    if not divides and pieces > 1 and math.isclose(ratio, pieces, rel_tol=1e-3):
-        return (
-            "set loss_is_scaled_for_ga = False in the class if compute_loss returns the mean of "
-            "its micro-batch, since nobody divides"
-        )
-    if processes > 1 and math.isclose(ratio, 1 / processes, rel_tol=1e-3):
-        return (
-            "return loss * self.accelerator.num_processes from compute_loss, since the processes' "
-            "gradients are averaged, and this loss is divided by the items of all of them "
-            "(num_items_in_batch)"
-        )
+    of_processes = (
+        "return loss * self.accelerator.num_processes from compute_loss, since the processes' "
+        "gradients are averaged, and this loss is divided by the items of all of them "
+        "(num_items_in_batch)"
+    )
+    # A factor of 1 is no cause.
+    for factor, advice in ((factor_of_pieces, of_pieces), (1 / processes, of_processes)):
+        if factor != 1 and math.isclose(ratio, factor, rel_tol=1e-3):
+            return advice
     return (
         "return a sum divided by num_items_in_batch from compute_loss; or, for a loss that adds "
         "several means, write the loop with accumulate_gradients, where loss_and_count returns a "

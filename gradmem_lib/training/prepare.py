@@ -3,11 +3,11 @@
 Works on real tensors and on fake ones.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -19,11 +19,10 @@ from torch.optim import Optimizer
 from ..compat.dispatch_modes import without_modes
 from ..compat.modules import is_persistent, own_tensors
 from ..compat.transformers_models import attention_of, checkpointing_name
+from ..hf_names import hf_class
 from ..model.wrappers import inside_peft, inside_wrapper
 from ..names import ATTENTION, SELECTIVE, is_flash
 from ..optimizers import OPTIMIZERS
-from ..techniques import optimizers as our_optimizers
-from ..techniques import precision as our_precision
 from ..techniques.checkpointing import checkpoint_layers
 from ..techniques.data_parallel import processes_of
 from ..techniques.lora import add_lora
@@ -153,13 +152,10 @@ def left_in_eval_mode(model: nn.Module) -> list[nn.Module]:
 
     Other parts in eval mode are somebody's choice.
     """
-    library: Any = sys.modules.get("transformers.modeling_utils")
-    if library is None:  # then nothing of it was loaded
-        return []
     found = []
     inside: set[nn.Module] = set()
     for module in model.modules():  # what is outside comes first
-        if module in inside or not isinstance(module, library.PreTrainedModel):
+        if module in inside or not isinstance(module, hf_class("PreTrainedModel")):
             continue
         inside.update(module.modules())
         has_trained = any(parameter.requires_grad for parameter in module.parameters())
@@ -273,7 +269,10 @@ def set_checkpointing(model: nn.Module, recipe: Recipe, undo: ExitStack) -> None
     by_transformers = name is not None and getattr(model, "supports_gradient_checkpointing", True)
     if every is not None and by_transformers and not recipe.layers:
         enable, disable = (getattr(model, f"{name}_{verb}") for verb in ("enable", "disable"))
-        enable({"use_reentrant": False}, **({"every_n_layers": every} if every > 1 else {}))
+        options = {}
+        if every > 1:
+            options["every_n_layers"] = every
+        enable({"use_reentrant": False}, **options)
         undo.callback(disable)
     elif recipe.every_n_layers is not None:
         what = f"{type(model).__name__} is none"
@@ -325,26 +324,8 @@ def make_optimizer(
 
 
 def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
-    """The class that a row of ``OPTIMIZERS`` names.
-
-    Raises ``ValueError`` if no such class is there.
-    """
-    module, _, name = made_by.rpartition(".")
-    homes: dict[str, Any] = {
-        "torch.optim": torch.optim,
-        "techniques.optimizers": our_optimizers,
-        "techniques.precision": our_precision,
-    }
-    if module == "transformers.optimization":  # imported only if needed: it takes a second
-        # It may import peft, which must not get the fake tensors of a prediction as constants.
-        with without_modes():
-            from transformers import optimization
-
-        homes[module] = optimization
-    home = homes.get(module)
-    if not hasattr(home, name):
-        raise ValueError(
-            f"a row of OPTIMIZERS has made_by={made_by!r}, and there is no such class: write it in "
-            "techniques/optimizers.py, and name it 'techniques.optimizers.' and its own name"
-        )
-    return getattr(home, name)
+    """The class that a row of ``OPTIMIZERS`` names, with its module."""
+    # Imported only if needed: transformers takes a second. It may import peft, which must not get
+    # the fake tensors of a prediction as constants.
+    with without_modes():
+        return resolve_name(made_by)

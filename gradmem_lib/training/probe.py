@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..model.wrappers import inside_peft
-from ..techniques.asking import ROUNDING, SHORT_DTYPES, asking
+from ..techniques.asking import ROUNDING, SHORT_DTYPES, Observations, asking
 from ..techniques.data_parallel import Processes
 from ..techniques.splitting import split
 from .item_rules import Rule
@@ -53,32 +53,31 @@ class Answer:
 
     @property
     def finite(self) -> bool:
-        """Whether the loss of all rows is a number."""
-        return not self.table or math.isfinite(self.table[0].together)
+        """Whether each loss of several rows is a number."""
+        return all(math.isfinite(row.together) for row in self.table)
 
     @property
-    def beyond_all_rows(self) -> bool:
+    def compares_rows(self) -> bool:
         """Whether a loss of rows together is above or below those of all its rows alone, as no mean
-        of them is, whatever is counted.
+        of them is, whatever is counted; or no row alone has a loss that is a number.
         """
         for row in self.table:
             margin = self.limit * row.scale
             numbers = list(filter(math.isfinite, row.alone))
-            if numbers and not min(numbers) - margin <= row.together <= max(numbers) + margin:
+            if not numbers or not min(numbers) - margin <= row.together <= max(numbers) + margin:
                 return True
         return False
+
+    @property
+    def needs_other_rows(self) -> bool:
+        """Whether no row alone has a loss that is a number."""
+        return not any(math.isfinite(loss) for row in self.table for loss in row.alone)
 
     @property
     def adds_up(self) -> bool:
         """Whether the losses of rows alone add up to that of all of them, as those of a sum do."""
         differences = [abs(sum(row.alone) - row.together) / (row.scale or 1) for row in self.table]
         return bool(differences) and max(differences) <= self.limit
-
-    @property
-    def needs_other_rows(self) -> bool:
-        """Whether no row alone has a loss that is a number, and several together have one."""
-        alone = [loss for row in self.table for loss in row.alone]
-        return bool(alone) and self.finite and not any(map(math.isfinite, alone))
 
     @property
     def shows_nothing(self) -> bool:
@@ -111,8 +110,9 @@ def ask(
     if lists:
         repeated = list(map(twice, lists[0][1:3]))
 
-    def shows(losses: list[float]) -> bool:
-        return not losses or (math.isfinite(losses[0]) and any(losses))
+    def shows(found: list[Observations]) -> bool:
+        together = [one.values[0] for one in found if one.values and one.error is None]
+        return all(map(math.isfinite, together)) and any(found[0].values or [True])
 
     answer = Answer([0.0] * len(rules))
     with asking(model, loss, processes) as question:

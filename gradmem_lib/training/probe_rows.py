@@ -1,64 +1,58 @@
 """Which rows a model is asked about, before it is trained in pieces.
 
-A probe compares a few rows together with each of them alone. The rows have to be unlike each other:
-of equally long rows of one class, most wrong losses have the right mean.
+A probe compares a few rows together with each of them alone. Of equally long rows of one class,
+most wrong losses have the right mean, and one row of many may show the difference: its mask, its
+flag, its class. So all rows of the first window are asked about, in groups of a few.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..compat.trees import tree_map
 from ..names import IGNORED
 from ..techniques.splitting import count_rows, split
 from .item_rules import has_labels, rows, whole_labels, with_labels
-from .unlike_rows import MOST_CLASSES, cut_to_least_sizes, unlike_rows
 
 # Of one forward. Two rows may hide a comparison with their mean: what one is above it, the other is
 # below, and the differences cancel.
 FEWEST_ROWS, MOST_ROWS = 3, 4
-MOST_UNLIKE = 16  # rows that have something which the first ones do not show
 
 
 def groups_of_rows(micro_batches: Sequence[Any]) -> list[Any]:
-    """Batches of a few rows, unlike each other, whose losses show what is counted. An empty list if
-    the micro-batches cannot be cut into rows.
+    """Batches of a few rows, all rows in one of them, whose losses show what is counted. An empty
+    list if the micro-batches cannot be cut into rows.
 
     A group has as many rows as the largest micro-batch, but at least ``FEWEST_ROWS`` if there are
-    so many, and at most ``MOST_ROWS``. Where a micro-batch is a single row, a forward of three rows
-    takes less memory than training one, unless rows are long. With SmolLM2-135M in float32, it
-    takes 145 MiB beside the weights at 128 tokens and 579 MiB at 512, and training takes 729 and
-    945 MiB.
+    so many, and at most ``MOST_ROWS``; its first row is the same in all. Where a micro-batch is a
+    single row, a forward of three rows takes less memory than training one, unless rows are long.
+    With SmolLM2-135M in float32, it takes 145 MiB beside the weights at 128 tokens and 579 MiB at
+    512, and training takes 729 and 945 MiB.
 
-    The first group has rows with labels. Others follow where the data have something that it does
-    not show: more classes, and rows with other masks or flags (``unlike_rows``), each compared with
-    the first row; and a row without labels, which a second part of a loss may count. Rows of
-    several micro-batches are cut to their common width.
+    The rows have labels. The last group has one without, which a second part of a loss may count.
+    Rows of several micro-batches are cut to their common width.
     """
     if any(rows(nn.Module(), micro) is None for micro in micro_batches):
         return []
     largest = max(count_rows(micro) for micro in micro_batches)
     size = min(max(FEWEST_ROWS, largest), MOST_ROWS)
-    single_rows: list[Any] = []  # views
-    for micro in micro_batches:
-        single_rows += split(micro, 1)
     labelled, without_labels = [], []
-    for number, row in enumerate(single_rows):
-        if has_labels(row):
-            labelled.append(number)
-        else:
-            without_labels.append(row)
-    first_numbers = _first_labelled_rows(single_rows, labelled, size)
-    other_numbers = unlike_rows(micro_batches, first_numbers, labelled, MOST_UNLIKE)
-    numbers = [*first_numbers, *other_numbers][: MOST_CLASSES + MOST_UNLIKE]
-    if not numbers:  # no row has labels
-        numbers = [0]
-    first, *others = [single_rows[number] for number in numbers]
-    if not others:
-        others = [_another_class(first)]
+    for micro in micro_batches:
+        for row in split(micro, 1):  # views
+            if has_labels(row):
+                labelled.append(row)
+            else:
+                without_labels.append(row)
+    first, *others = labelled or without_labels[:1]
+    another = _another_class(first)
+    if another is not None:
+        same = [torch.equal(whole_labels(row), whole_labels(first)) for row in others]
+        if all(same):
+            others.append(another)
     groups = []
-    for start in range(0, len(others), size - 1):
+    for start in range(0, max(len(others), 1), size - 1):
         groups.append(rows_together([first, *others[start : start + size - 1]]))
     if without_labels and has_labels(first):
         groups.append(rows_together([first, *others[: size - 2], without_labels[0]]))
@@ -71,33 +65,12 @@ def some_rows(micro_batches: Sequence[Any]) -> Any:
     return groups[0] if groups else None
 
 
-def _first_labelled_rows(single_rows: list[Any], labelled: list[int], size: int) -> list[int]:
-    """The numbers of the first rows with labels: one of each class if a row has a single label, and
-    otherwise ``size`` of them.
-    """
-    found = []
-    classes: set[Any] = set()
-    for number in labelled:
-        labels = whole_labels(single_rows[number])
-        if labels is not None and labels.numel() == 1:
-            if labels.item() not in classes and len(classes) < MOST_CLASSES:
-                classes.add(labels.item())
-                found.append(number)
-        elif len(found) < size:
-            found.append(number)
-    return found
-
-
 def _another_class(row: Any) -> Any:
-    """``row`` with another label, if it has one label: classes may be weighed."""
+    """``row`` with another label, if it has one label: classes may be weighed. ``None`` if not."""
     labels = whole_labels(row)  # shape (1,), if a row is one example of a class
     if labels is None or labels.dim() != 1 or labels.item() == IGNORED:
-        return row
-    if labels.item() == 0:
-        other = labels + 1
-    else:
-        other = torch.zeros_like(labels)
-    return with_labels(row, other)
+        return None
+    return with_labels(row, (labels == 0).to(labels.dtype))
 
 
 def rows_together(parts: list[Any]) -> Any:
@@ -105,17 +78,16 @@ def rows_together(parts: list[Any]) -> Any:
 
     Of what has no rows (a number, a flag), the first part's is taken.
     """
-    first = parts[0]
-    if isinstance(first, Mapping):
-        return {name: rows_together([part[name] for part in parts]) for name in first}
-    if isinstance(first, tuple | list):
-        joined = [rows_together([part[i] for part in parts]) for i in range(len(first))]
-        if type(first) in (tuple, list):
-            return type(first)(joined)
-        return type(first)(*joined)  # a namedtuple
-    if not isinstance(first, Tensor) or not first.dim():
-        return first
-    return torch.cat(cut_to_least_sizes(parts))
+
+    def joined(first: Any, *others: Any) -> Any:
+        if not isinstance(first, Tensor) or not first.dim():
+            return first
+        tensors = [first, *others]
+        shapes = [tensor.shape[1:] for tensor in tensors]
+        least = [slice(min(sizes)) for sizes in zip(*shapes, strict=True)]
+        return torch.cat([tensor[:, *least] for tensor in tensors])
+
+    return tree_map(joined, *parts)
 
 
 def twice(row: Any) -> Any:
@@ -139,10 +111,10 @@ def have_ignored_labels(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 
 
 def with_fewer_labels(model: nn.Module, groups: list[Any], ignored_labels: bool) -> list[Any]:
-    """Each group, and after it the same with fewer labels."""
-    found = []
-    for group in groups:
-        found += [group, *fewer_labels(model, group, ignored_labels)]
+    """The groups, and after them the first one with fewer labels."""
+    found = list(groups)
+    for group in groups[:1]:
+        found += fewer_labels(model, group, ignored_labels)
     return found
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..names import (
     ATTENTION,
@@ -81,8 +81,6 @@ class Recipe:
             ``"fp16"``; ``None``: autocast's dtype, or else that of what they are given.
         chunked_loss: compute the loss ``CHUNK_TOKENS`` tokens at a time, so that the logits never
             exist as a whole.
-        float32_sums: add up the gradients of weights in 16 bits in float32 over the micro-batches,
-            and round each sum once (``techniques/gradient_sums.py``).
     """
 
     precision: str | None = "float32"
@@ -99,7 +97,6 @@ class Recipe:
     lora_targets: tuple[str, ...] = ()
     quantized_base: bool | str = False
     chunked_loss: bool = False
-    float32_sums: bool = False
     lora_alpha: float | None = None
     lora_dropout: float = 0.0
     layers: tuple[str | tuple[str, ...], ...] = ()
@@ -122,7 +119,7 @@ class Recipe:
                 raise ValueError(
                     f"{name}={given!r}: give a number from 0 to below 1, such as {share}"
                 )
-        for switch in ("in_backward", "chunked_loss", "float32_sums"):
+        for switch in ("in_backward", "chunked_loss"):
             if not isinstance(getattr(self, switch), bool):
                 raise ValueError(
                     f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False"
@@ -208,22 +205,8 @@ class Recipe:
             )
 
     def _check_combinations(self) -> None:
-        if self.in_backward and self.accumulation > 1:
-            raise ValueError(
-                "in_backward=True frees each gradient as soon as it is complete, and "
-                f"accumulation={self.accumulation} adds them up over several backward passes: "
-                "choose one of the two. With in_backward, cut the batch itself"
-            )
-        if self.in_backward and self.scales_loss:
-            raise ValueError(
-                f"in_backward=True steps before the scaled gradients of {self.precision} could be "
-                "checked and unscaled: choose precision='autocast-bf16', which needs no scaling"
-            )
-        if self.float32_sums and (self.in_backward or self.sharding is not None):
-            raise ValueError(
-                "float32_sums=True adds up the gradients of several micro-batches, in one process: "
-                f"leave it out with in_backward={self.in_backward} and sharding={self.sharding!r}"
-            )
+        if self.in_backward:
+            self._check_in_backward()
         self._check_lora()
         if self.quantized_base and self.lora_rank is None:
             raise ValueError(
@@ -250,6 +233,19 @@ class Recipe:
                 "keep nothing: choose checkpointing='per-layer', or offload='boundaries'"
             )
 
+    def _check_in_backward(self) -> None:
+        """Refuse what needs all gradients before the first parameter is stepped."""
+        for waits, option in (
+            (self.accumulation > 1, f"accumulation={self.accumulation}"),
+            (self.scales_loss, f"precision={self.precision!r}"),
+            (self.sharding is not None and not self.fully_sharded, f"sharding={self.sharding!r}"),
+        ):
+            if waits:
+                raise ValueError(
+                    "in_backward=True steps each parameter as soon as its gradient is complete, "
+                    f"and with {option} the gradient is not final then: choose one of the two"
+                )
+
     def _check_lora(self) -> None:
         if self.lora_alpha is not None and (
             not _is_number(self.lora_alpha) or not 0 < self.lora_alpha < math.inf
@@ -263,11 +259,6 @@ class Recipe:
                 raise ValueError(f"{name}={given} without a rank: give lora_rank, such as 16")
 
     def _check_sharding(self) -> None:
-        if self.sharding is not None and not self.fully_sharded and self.in_backward:
-            raise ValueError(
-                f"in_backward=True steps each parameter before sharding={self.sharding!r} has "
-                "averaged its gradient over the ranks: choose sharding='fsdp' with it"
-            )
         if self.sharding is not None and self.chunked_loss:
             raise ValueError(
                 "chunked_loss goes around the model's own call, in which gradients are averaged "
@@ -407,22 +398,24 @@ def _of_bitsandbytes(config: dict) -> tuple[str, str | None]:
     return storage, short.get(dtype, dtype)
 
 
-def _names_of_lists(given: object) -> tuple[str | tuple[str, ...], ...]:
+def _names_of_lists(given: Any) -> tuple[str | tuple[str, ...], ...]:
     """The names of lists of layers, as tuples. Raises ``TypeError`` for something else."""
-    if isinstance(given, str):
-        return (given,)
-    several = given if isinstance(given, (tuple, list)) else [given]
+    if not isinstance(given, tuple | list):
+        given = (given,)
     names: list[str | tuple[str, ...]] = []
-    for one in several:
-        if isinstance(one, (tuple, list)) and one and all(isinstance(name, str) for name in one):
-            names.append(tuple(one))
-        elif isinstance(one, str):
-            names.append(one)
-        else:
+    for one in given:
+        inside = one
+        if not isinstance(one, tuple | list):
+            inside = (one,)
+        if not inside or not all(isinstance(name, str) for name in inside):
             raise TypeError(
                 f"layers={given!r}: give the names of lists of layers, such as ('down', 'up'), or "
                 "tuples of the names of layers"
             )
+        if inside is one:
+            names.append(tuple(inside))
+        else:
+            names.append(one)
     return tuple(names)
 
 

@@ -143,7 +143,6 @@ class RecipeTrainer(Trainer):
             counts,
             model=model,
             scaler=scaler,
-            float32_sums=self.recipe.float32_sums,
         )
         overflows = scaler is None and not math.isfinite(result.loss)
         window.check("the loss is not finite" if overflows else "")
@@ -210,8 +209,7 @@ class RecipeTrainer(Trainer):
         divided once by their number.
         """
         self._evaluated = []
-        with self.memory.watch_evaluation(self.model):
-            output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
+        output = super().evaluation_loop(*given, metric_key_prefix=metric_key_prefix, **named)
         loss_sum, items = 0.0, 0.0
         for batch_sum, batch_items in self._evaluated:
             loss_sum += batch_sum

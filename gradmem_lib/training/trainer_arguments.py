@@ -52,8 +52,10 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
         chosen[switch] = True
     if every := recipe.checkpoint_interval:
         chosen[CHECKPOINTING_ARGUMENT] = True
-        more = {"every_n_layers": every} if every > 1 else {}
-        chosen[f"{CHECKPOINTING_ARGUMENT}_kwargs"] = {"use_reentrant": False} | more
+        options: dict[str, Any] = {"use_reentrant": False}
+        if every > 1:
+            options["every_n_layers"] = every
+        chosen[f"{CHECKPOINTING_ARGUMENT}_kwargs"] = options
     return chosen
 
 

@@ -8,6 +8,7 @@ weights. Then each micro-batch reads what those before it have left, and the ful
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,9 +20,9 @@ from ..techniques.accumulation import Accumulated, accumulate_gradients
 from ..techniques.asking import asking_loss
 from ..techniques.data_parallel import Processes
 from ..techniques.shared_statistics import batch_norms
-from .finite import not_finite
-from .item_rules import Rule
-from .items import find_rule, forget, have_values, known_rule
+from ..techniques.splitting import split
+from .item_rules import Rule, has_labels
+from .items import NotFinite, find_rule, forget, have_values, known_rule
 from .losses import count_items, usual_rule
 from .probe_rows import some_rows
 
@@ -44,6 +45,8 @@ class Window:
     rule: Rule | None = None
     loss_before: float | None = None  # before the first window
     rows_to_ask: list[Any] = field(default_factory=list)  # a batch of a few rows, or nothing
+    undecided: NotFinite | None = None  # then only a loss that is not finite either is right
+    loss: float = math.nan  # of this window
 
     def __post_init__(self) -> None:
         self.rule = known_rule(self.model, self.key)
@@ -60,16 +63,19 @@ class Window:
                 rows = some_rows(self.micro_batches)
                 self.rows_to_ask = [] if rows is None else [rows]
             self.loss_before, _ = self._loss_now(math.nan)
-        self.rule = find_rule(
-            self.model,
-            self.micro_batches,
-            self.loss_of,
-            usual_rule(self.model),
-            how=how,
-            items=items,
-            key=self.key,
-            processes=self.processes,
-        )
+        try:
+            self.rule = find_rule(
+                self.model,
+                self.micro_batches,
+                self.loss_of,
+                usual_rule(self.model),
+                how=how,
+                items=items,
+                key=self.key,
+                processes=self.processes,
+            )
+        except NotFinite as error:
+            self.undecided = error
 
     def counts(self) -> list[int | float]:
         """The number of items in each micro-batch."""
@@ -84,13 +90,15 @@ class Window:
         def loss_and_count(numbered: tuple[Any, int | float]) -> tuple[Tensor, int | float]:
             return loss_of_one(*numbered), numbered[1]
 
-        return accumulate_gradients(
+        found = accumulate_gradients(
             zip(self.micro_batches[: len(counts)], counts, strict=True),
             loss_and_count,
             total_items=sum(counts),
             reduction="mean",
             **options,
         )
+        self.loss = found.loss
+        return found
 
     def check(self, not_finite: str = "") -> None:
         """Raise ``ValueError`` if the loss of the window, or a gradient, is ``not_finite`` (in
@@ -98,7 +106,9 @@ class Window:
         """
         if not_finite:
             raise self.not_finite(not_finite)
-        if self.loss_before is None:
+        if self.undecided is not None and math.isfinite(self.loss):
+            raise self.undecided
+        if self.undecided is not None or self.loss_before is None:
             return
         after, differs = self._loss_now(self.loss_before)
         inner = inside_wrapper(self.model)
@@ -115,7 +125,25 @@ class Window:
 
     def not_finite(self, what: str) -> ValueError:
         """The error to raise before a step with ``what``, the words for a loss or a gradient."""
-        return not_finite(what, self.model, self.micro_batches, self.loss_of, self.processes)
+        where = ""
+        if not self.processes.groups:  # several would have to run each forward together
+            with suppress(TypeError, ValueError):  # what cannot be cut into rows
+                where = self._first_not_finite()
+        return ValueError(
+            "look for rows with very large or missing numbers, or lower the learning rate: "
+            f"{what}, and a step would make every weight nan, so none was made{where}. In float16, "
+            "give scaler=GradScaler(), which skips such a step and lowers its factor"
+        )
+
+    def _first_not_finite(self) -> str:
+        """Where the first row with labels is that has, alone, a loss that is not finite."""
+        with asking_loss(self.model, self.loss_of) as question:
+            for number, micro in enumerate(self.micro_batches, 1):
+                for place, row in enumerate(split(micro, 1), 1):
+                    [(loss, error)] = question.observe(row)
+                    if error is None and not math.isfinite(loss) and has_labels(row):
+                        return f" (row {place} of micro-batch {number} alone shows it)"
+        return ""
 
     def _loss_now(self, before: float) -> tuple[float, bool]:
         """The loss of a few rows, not a number if nothing can be asked; and whether it differs from

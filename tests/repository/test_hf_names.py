@@ -51,7 +51,7 @@ def test_a_class_that_is_gone_is_an_error_and_no_silent_no(monkeypatch):
 def test_without_transformers_no_object_is_of_a_class_of_its():
     asks = "from gradmem_lib.hf_names import CLASSES, hf_class; print([*map(hf_class, CLASSES)])"
     found = subprocess.run([sys.executable, "-c", asks], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[(), (), ()]"
+    assert found.stdout.strip() == "[(), (), (), ()]"
 
 
 def test_models_and_layers_have_the_names_of_checkpointing():
@@ -114,7 +114,7 @@ def test_a_config_has_each_field(config_fields):
     others = (
         *chain.from_iterable(hf_names.SIZES.values()),
         *hf_names.OUTPUTS_OF_EACH_LAYER,
-        *hf_names.IGNORED_PIXEL,
+        *hf_names.IGNORED_LABELS,
     )
     assert not {*others} - config_fields
 

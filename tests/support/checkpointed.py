@@ -104,7 +104,3 @@ def same(one, other):
 
 def untouched(model):
     return not any(call_override(m) or m._forward_pre_hooks for m in model.modules())
-
-
-def sum_all(item):
-    return item if isinstance(item, int) else sum(map(sum_all, item))

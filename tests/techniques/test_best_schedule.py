@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
-from support.families import OLDER, tiny_config
+from support.families import tiny_config
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -141,25 +141,6 @@ def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients():
         model(input_ids=ids, labels=ids)
 
 
-def half(model, how):
-    layers = list(model.model.layers)[:2]
-    if how == "ours":
-        return checkpoint_layers(nn.ModuleList(layers), 1)
-    if how == "a part of a layer":
-        return checkpoint_layers(nn.Sequential(layers[0].mlp), 1)
-    model.activation_checkpointing_enable({"use_reentrant": False}, every_n_layers=2)
-    return nullcontext()
-
-
-@pytest.mark.parametrize(
-    "how", ["ours", "a part of a layer", *([] if OLDER else ["every_n_layers"])]
-)
-def test_a_model_with_some_of_its_layers_checkpointed_already_is_refused(how):
-    model = made()
-    with half(model, how), pytest.raises(RuntimeError, match="three times"):
-        checkpoint_layers(model, 1)
-
-
 class OwnGradient(nn.Module):
     """Moves against the gradient of an energy."""
 
@@ -238,7 +219,7 @@ def test_best_is_refused_on_layers_that_fsdp_spreads_and_others_run_again(before
 
         if not before:
             spread()
-        handle = checkpoint_layers(model, [[1, 1], 2] if before else [2, 2])
+        handle = checkpoint_layers(model, [2, 2])
         if before:
             spread()
         model(input_ids=ids, labels=ids).loss.backward()

@@ -4,13 +4,11 @@ that is always safe.
 
 import itertools
 import math
-from functools import cache
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.checkpointed import sum_all
-from support.nightly import ALL, each
+from support.nightly import ALL
 
 from gradmem_lib import Recipe, best_segments, extra_forwards, schedule_peak, uniform_segments
 from gradmem_lib.techniques.layer_bytes import LayerBytes
@@ -24,83 +22,32 @@ def all_flat(n):
         yield [stop - start for start, stop in itertools.pairwise(ends)]
 
 
-@cache
-def all_nested(n):
-    """Every schedule of n layers whose segments may be schedules of at least two segments
-    themselves.
-    """
-    found = []
-    for flat in all_flat(n):
-        choices = [[k, *(s for s in all_nested(k) if len(s) > 1)] if k < n else [k] for k in flat]
-        found += [list(items) for items in itertools.product(*choices)]
-    return found
-
-
 def slow_peak(segments, internal, boundary, temporaries=0):
     """The bytes at each layer's backward, by keeping the set of what is in memory.
 
     Slower than the library's way.
     """
-
-    def lowest(items, start, held):
-        tops = []
-        for item in items:
-            span = range(start, start + sum_all(item))
-            if isinstance(item, int):
-                inside = held | {("x", j) for j in span} | {("a", j) for j in span}
-                tops.append(max(size({t for t in inside if t[1] <= j}) + temporaries for j in span))
-            else:
-                tops.append(lowest(item, start, held))
-            held = held | {("x", start)}
-            start = span.stop
-        return max(tops)
-
-    def size(things):
-        return sum((internal if what == "a" else boundary)[j] for what, j in things)
-
-    assert sum_all(segments) == len(internal)
-    return lowest(segments, 0, set())
-
-
-def slow_extra(segments, keep_last=True):
-    """Forward calls beyond the first, layer by layer: every segment around a layer runs it once
-    more, unless kept.
-    """
-
-    def runs(item, again):
-        if isinstance(item, int):
-            return [again] * item
-        return [r for i, part in enumerate(item) for r in runs(part, again + (i < len(item) - 1))]
-
-    last = [True] * (len(segments) - 1) + [not keep_last]
-    return sum(sum(runs(part, again)) for part, again in zip(segments, last, strict=True))
-
-
-GRID = [(0, 1), (1, 4), (1, 2), (1, 1), (5, 1), (23, 1), (3, 0)]  # a, x
-
-
-@pytest.mark.parametrize("fraction", [1.5, 3.0])
-@pytest.mark.parametrize("n", each(3, range(1, 8), 2))
-def test_with_more_than_one_extra_forward_it_is_the_best_of_all_nested_ones(n, fraction):
-    for a, x in GRID:
-        found = best_segments(n, a, x, fraction)
-        assert slow_extra(found) <= fraction * n
-        best = min(
-            (schedule_peak(s, a, x), extra_forwards(s))
-            for s in all_nested(n)
-            if extra_forwards(s) <= fraction * n
-        )
-        assert (slow_peak(found, [a] * n, [x] * n), slow_extra(found)) == best, (a, x, found)
+    tops, held, start = [], set(), 0
+    for length in segments:
+        span = range(start, start + length)
+        inside = held | {("x", j) for j in span} | {("a", j) for j in span}
+        for j in span:
+            there = {(what, k) for what, k in inside if k <= j}
+            bytes_there = sum((internal if what == "a" else boundary)[k] for what, k in there)
+            tops.append(bytes_there + temporaries)
+        held = held | {("x", start)}
+        start = span.stop
+    return max(tops)
 
 
 def test_peak_and_extra_forwards_agree_with_their_slow_twins_on_every_schedule():
     internal, boundary = [5, 1, 0, 7, 2, 3, 9], [2, 1, 4, 1, 3, 1, 2]
     for n in range(1, 8):
-        for s in all_nested(n):
+        for s in all_flat(n):
             args = internal[:n], boundary[:n]
             assert schedule_peak(s, *args, temporaries=3) == slow_peak(s, *args, 3)
-            assert extra_forwards(s) == slow_extra(s)
-            assert extra_forwards(s, keep_last=False) == slow_extra(s, keep_last=False)
+            assert extra_forwards(s) == sum(s[:-1])
+            assert extra_forwards(s, keep_last=False) == n
 
 
 def test_a_peak_in_real_bytes_is_exact_and_does_not_overflow():
@@ -187,11 +134,6 @@ def test_safe_segments_are_never_above_one_a_layer_in_any_moment(given, tail):
         assert best <= single, (segments, kept)
 
 
-def test_the_tail_meets_a_nested_last_segment_without_what_runs_again_inside_it():
-    assert schedule_peak([2, [1, 2]], 5, 1, tail=100) == 100 + 1 + 1 + (1 + 5) * 2
-    assert schedule_peak([2, [1, 2]], 5, 1, tail=100, keep_last=False) == 100 + 2
-
-
 def test_layers_before_the_first_trained_one_are_not_run_again():
     layers = [LayerBytes(8, 0, 0, 0, False)] * 3 + [LayerBytes(8, 1, 1, 0, True)] * 5
     segments, _ = safe_segments(layers)
@@ -200,7 +142,7 @@ def test_layers_before_the_first_trained_one_are_not_run_again():
 
 
 def test_recipes_and_checkpoint_layers_spell_schedules_alike():
-    for every in ("per-layer", "sqrt", "best", 3, [4, [2, 1], 1]):
+    for every in ("per-layer", "sqrt", "best", 3, [4, 3, 1]):
         recipe = Recipe(checkpointing=every)
         assert segments_for(recipe.checkpointing, 8) == segments_for(every, 8)
         hash(recipe)
@@ -215,7 +157,7 @@ def test_recipes_and_checkpoint_layers_spell_schedules_alike():
         True,
         2.0,
         [],
-        [2, []],
+        [2, [1]],
         {2: 1},
         "7",
         ["best"],

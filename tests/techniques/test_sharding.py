@@ -211,8 +211,7 @@ def said_by_shard() -> list[str]:
     plain = nn.ModuleDict({"a": nn.Linear(2, 2)})
     twice = nn.Linear(2, 2)
     parts = nn.Sequential(nn.ModuleDict({"a": nn.Linear(2, 2)}))  # nobody calls a dict
-    mixed = nn.Sequential(Block(torch.bfloat16, trained=True))
-    models = (plain, nn.Sequential(twice, twice), parts, mixed)
+    models = (plain, nn.Sequential(twice, twice), parts)
     said = [refusal(shard, model, "fsdp") for model in models]
     pairs = {"input_ids": torch.zeros(2, 4, dtype=torch.long), "return_loss": True}
     with warnings.catch_warnings(record=True) as caught:
@@ -235,13 +234,10 @@ def test_a_model_is_prepared_once(how):
 
 
 def test_what_cannot_be_sharded_is_told_so(on_two):
-    none, twice, parts, mixed, normed, pairs = on_two[0]["said"]
-    assert (
-        "there are no layers in this ModuleDict. Call torch.distributed.fsdp's fully_shard" in none
-    )
-    assert "the same layer is in the list more than once. Call" in twice
+    none, twice, parts, normed, pairs = on_two[0]["said"]
+    assert "there are no layers in this ModuleDict" in none
+    assert "the same layer is in the list more than once" in twice
     assert "the layers of this list have no forward of their own" in parts
-    assert "torch.bfloat16 and torch.float32" in mixed
     assert (
         "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows"
         in normed
@@ -250,16 +246,13 @@ def test_what_cannot_be_sharded_is_told_so(on_two):
 
 
 class Block(nn.Module):
-    """A layer with a trained weight, one in another dtype that is frozen or not, and what it
-    computed with.
-    """
+    """A layer with a trained weight, a frozen one in another dtype, and what it computed with."""
 
-    def __init__(self, other: torch.dtype = torch.bfloat16, trained: bool = False):
+    def __init__(self):
         super().__init__()
-        self.weight, self.other = (
-            nn.Parameter(torch.eye(2)),
-            nn.Parameter(torch.ones(2, 2, dtype=other), requires_grad=trained),
-        )
+        self.weight = nn.Parameter(torch.eye(2))
+        other = torch.ones(2, 2, dtype=torch.bfloat16)
+        self.other = nn.Parameter(other, requires_grad=False)
 
     def forward(self, x):
         self.seen = self.weight.dtype, type(self.weight)

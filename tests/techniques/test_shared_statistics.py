@@ -47,7 +47,7 @@ def test_a_spectral_norm_is_named_and_the_way_out_is_exact():
     model = with_spectral_norm()
     expected = full(model)
     first = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"of 0\.parametrizations\.weight\.0 .*: _u, _v\."):
+    with pytest.warns(UserWarning, match=r"of 0\.parametrizations\.weight\.0 .*: _u\."):
         found = accumulated(first)
     assert error(found, expected) > 1e-6  # the warning is true
 
@@ -93,18 +93,3 @@ def test_a_buffer_that_is_replaced_is_seen_and_one_that_is_filled_once_is_not():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         accumulated(Caching().double())
-
-
-def test_an_instance_norm_normalizes_each_row_by_itself():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Unflatten(1, (2, 3)),
-        nn.InstanceNorm1d(2, affine=True, track_running_stats=True),
-        nn.Flatten(),
-        nn.Linear(6, 5),
-    ).double()
-    expected = full(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        found = accumulated(model)
-    assert error(found, expected) <= 1e-12

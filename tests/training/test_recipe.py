@@ -36,7 +36,7 @@ from gradmem_lib.techniques.quantized import Linear4bit
         ({"every_n_layers": 2, "checkpointing": "per-layer"}, "give one instead"),
         ({"accumulation": 0}, "at least 1"),
         ({"in_backward": True, "accumulation": 2}, "choose one of the two"),
-        ({"in_backward": True, "precision": "autocast-fp16"}, "autocast-bf16"),
+        ({"in_backward": True, "precision": "autocast-fp16"}, "with precision='autocast-fp16'"),
         ({"lora_rank": 2.5}, "whole number"),
         ({"lora_targets": ["q_proj"]}, "lora_rank"),
         ({"momentum": 1, "optimizer": "sgd"}, "below 1"),
@@ -48,7 +48,7 @@ from gradmem_lib.techniques.quantized import Linear4bit
         ),
         # In several processes.
         ({"sharding": "zero3"}, "did you mean 'fsdp'"),
-        ({"sharding": "ddp", "in_backward": True}, "choose sharding='fsdp'"),
+        ({"sharding": "ddp", "in_backward": True}, "with sharding='ddp'"),
         (
             {"sharding": "fsdp", "chunked_loss": True},
             "leave it out with sharding='fsdp', and raise accumulation",

@@ -18,7 +18,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe, predict
+from gradmem_lib import MemoryCallback, Recipe, predict
 from gradmem_lib.training import trainer as of_trainer
 
 pytestmark = pytest.mark.usefixtures("interruptible")
@@ -102,29 +102,6 @@ def test_it_takes_a_collator_and_a_tokenizer(tmp_path):
     assert losses == pytest.approx([expected, expected], rel=1e-5)
     trainer.save_model()
     assert (tmp_path / "words").exists()
-
-
-def test_an_evaluation_alone_is_measured_under_the_callback(tmp_path):
-    trainer = trainer_for(small(), Recipe(), tmp_path, eval_dataset=rows(8), max_steps=1)
-    with pytest.raises(RuntimeError, match=r"evaluation alone is in memory\.evaluation"):
-        trainer.memory.peak  # noqa: B018
-    assert trainer.memory.evaluation is None
-    trainer.evaluate()
-    found = trainer.memory.evaluation
-    # Measured by another tracker around it, whose measuring then is the only one.
-    with MemoryTracker(trainer.model, live=False) as tracker:
-        trainer.evaluate()
-    assert trainer.memory.evaluation == found
-    assert found.total == tracker.peak.total
-    assert found.by_category["gradients"] == 0 and found.by_category["parameters"] > 0
-    trainer.train()
-    peak = trainer.memory.peak
-    trainer.predict(rows(8))
-    assert trainer.memory.peak == peak and trainer.memory.evaluation.total < peak.total
-    trainer.memory._tracker_settings["budget"] = found.total // 2
-    with pytest.raises(BudgetExceeded):
-        trainer.evaluate()
-    assert trainer.memory.evaluation is None
 
 
 @pytest.mark.parametrize("ours", [True, False])

@@ -6,7 +6,6 @@ weight, or a label that is ignored.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,11 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import BatchEncoding
 
 from gradmem_lib import Recipe, prepare, step
 from gradmem_lib.course import run_ranks
-from gradmem_lib.training.unlike_rows import unlike_rows
 
 ROWS, TOKENS = 12, 6
 
@@ -97,38 +94,6 @@ def test_flags_that_only_weigh_rows_are_the_full_batchs():
     run = prepare(model_of_words(), RECIPE, lr=0.0)
     step(run.model, run.optimizer, batch, RECIPE, loss=loss, keep_gradients=True)
     torch.testing.assert_close(run.model.weight.grad, expected.weight.grad)
-
-
-def rows_found(*micro_batches, shown=(0, 1, 2)):
-    rows = sum(len(next(iter(micro.values()))) for micro in micro_batches)
-    return set(unlike_rows(list(micro_batches), shown, range(rows), 16))
-
-
-def changed(numbers: Tensor, **entries) -> Tensor:
-    numbers = numbers.clone()
-    for row, entry in entries.items():
-        numbers[int(row[1:])] = entry
-    return numbers
-
-
-def test_rows_that_show_something_new_are_found():
-    alike, pair = torch.ones(12), torch.ones(12, 2)
-    assert rows_found(BatchEncoding({"mask": changed(pair, r9=0)})) == {9}
-    assert rows_found({"weight": changed(alike, r9=3.0)}) == {9}
-    assert 7 in rows_found({"advantage": changed(torch.rand(12, 4), r7=-1)})
-    assert rows_found({"target": changed(changed(pair, r5=math.nan), r8=4.0)}) >= {5, 8}
-    for numbers in (pair, pair.to(torch.complex64), torch.eye(12).to_sparse()):
-        assert rows_found({"x": numbers}) == set()
-
-
-def test_micro_batches_are_compared_by_name_and_in_what_stays_of_their_rows():
-    """They are cut to the least width."""
-    narrow = {"x": torch.zeros(3, 4), "mask": torch.ones(3, 4)}
-    wide = {"mask": torch.ones(3, 8), "x": torch.zeros(3, 8)}
-    wide["mask"][0, 4:] = 0  # which is cut off
-    assert rows_found(narrow, wide) == set()
-    wide["mask"][1, 1] = 0
-    assert rows_found(narrow, wide) == {4}
 
 
 class Chain(nn.Module):

@@ -10,6 +10,7 @@ from support.chains import X, batch, chain, in_segments, step_of
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.checkpoint import checkpoint
 
 from gradmem_lib import MemoryTracker, checkpoint_layers, record_schedule
 from gradmem_lib.view import schedules
@@ -78,8 +79,14 @@ def test_a_checkpoint_written_by_hand():
 def test_nested_segments_run_some_layers_three_times():
     layers, calls = chain(8)
     x = batch()
-    with checkpoint_layers(layers, [[2, 2], 4]):
-        record = record_schedule(layers, lambda: layers(x).sum().backward())
+
+    def first_half(x):
+        return layers[2:4](checkpoint(layers[:2], x, use_reentrant=False))
+
+    def step():
+        layers[4:](checkpoint(first_half, x, use_reentrant=False)).sum().backward()
+
+    record = record_schedule(layers, step)
     assert record.ran("forward", "recompute") == calls
     assert record.ran("recompute") == [0, 1, 2, 3, 0, 1]
     again = [
