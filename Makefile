@@ -36,7 +36,7 @@ help:
 	@echo "make gallery     every kind of widget in every surrounding, as screenshots on one page to look at"
 	@echo "make benchmarks  measure again what benchmarks/results holds"
 	@echo "make classroom   lesson 00 in KERNELS=30 kernels at once on this machine: memory and time"
-	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, an 8B and BERT-large beside published runs, in eight minutes"
+	@echo "make gpu         on a machine with a CUDA card: predicted bytes against the card's, in five minutes"
 
 # The environment.
 
@@ -108,9 +108,8 @@ HAS_BOTH = import re, sys; from importlib.metadata import version; \
 gpu:
 	@$(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null || ! { [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null; } || \
 	  $(MAKE) --no-print-directory $(LEARN)
-	@both() { "$$@" benchmarks/gpu_predict.py && "$$@" benchmarks/gpu_finetune.py; }; \
-	if $(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null; then both $(PYTHON); exit; fi; \
-	if [ -e $(LEARN) ]; then both $(PY); exit; fi; \
+	@if $(PYTHON) -c '$(HAS_BOTH)' 2>/dev/null; then $(PYTHON) benchmarks/gpu_predict.py; exit; fi; \
+	if [ -e $(LEARN) ]; then $(PY) benchmarks/gpu_predict.py; exit; fi; \
 	echo "No CUDA card here: there is nothing to measure, and nothing was written."
 
 site: $(TEST) $(SITE) browser

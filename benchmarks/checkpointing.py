@@ -1,7 +1,7 @@
 """What checkpointing saves and what it costs: schedules side by side, as ratios to a step without
 any.
 
-    python benchmarks/checkpointing.py [--rounds 3] [--settings chain adapters full wide language]
+    python benchmarks/checkpointing.py [--rounds 3] [--settings chain adapters full]
 
 Bytes are a tracker's, beyond what is there before the step (weights, batch): the peak is of the
 whole step, kept is what lives on after the forward, moved is what went to files. Operations are
@@ -99,10 +99,10 @@ def chain() -> Setting:
     return Setting(what, net, net, (x, weights), forward)
 
 
-def smollm2(*, adapters: bool, rows: int = 1, every_token: bool = False) -> Setting:
+def smollm2(*, adapters: bool) -> Setting:
     model, tokenizer = models.smollm2()
     model.to(DEVICE)
-    ids = texts.batch(tokenizer, batch_size=rows, seq_len=SEQ_LEN).to(DEVICE)
+    ids = texts.batch(tokenizer, batch_size=1, seq_len=SEQ_LEN).to(DEVICE)
     if adapters:
         model.requires_grad_(False)
         for attention in (layer.self_attn for layer in model.model.layers):
@@ -110,14 +110,11 @@ def smollm2(*, adapters: bool, rows: int = 1, every_token: bool = False) -> Sett
             attention.v_proj = Adapter(attention.v_proj)
 
     def forward():
-        if every_token:
-            return model(input_ids=ids, labels=ids).loss
         logits = model(input_ids=ids[:, :-1], logits_to_keep=1).logits
         return F.cross_entropy(logits[:, -1], ids[:, -1])
 
     trained = f"adapters of rank {RANK}" if adapters else "all parameters"
-    loss = "every token" if every_token else "the last token"
-    what = f"SmolLM2-135M, float32, {rows} x {SEQ_LEN} tokens, {trained} trained, loss on {loss}"
+    what = f"SmolLM2-135M, float32, 1 x {SEQ_LEN} tokens, {trained} trained, loss on the last token"
     return Setting(what, model, model.model.layers, ids, forward)
 
 
@@ -125,10 +122,7 @@ SETTINGS: dict[str, Callable[[], Setting]] = {
     "chain": chain,
     "adapters": lambda: smollm2(adapters=True),
     "full": lambda: smollm2(adapters=False),
-    "wide": lambda: smollm2(adapters=False, rows=4),
-    "language": lambda: smollm2(adapters=True, every_token=True),
 }
-PEAKS_ONLY = ("wide", "language")
 
 
 def saves_matmuls(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -281,9 +275,8 @@ def times(setting: Setting, ways: dict[str, Way], rounds: int) -> dict[str, floa
     """
     taken = in_turns({name: partial(timed, setting, way) for name, way in ways.items()}, rounds)
     found: dict[str, float] = {}
-    if taken:
-        for name in ways:
-            found[name] = ratio(taken, name, NONE)
+    for name in ways:
+        found[name] = ratio(taken, name, NONE)
     return found
 
 
@@ -301,9 +294,8 @@ def compare(setting: Setting, rounds: int) -> dict:
         rows[name] = {
             "peak / none": round(found[name]["peak"] / most, 3),
             "forward calls": round(forward_calls(setting, way), 3),
+            "time / none": taken[name],
         }
-        if taken:
-            rows[name]["time / none"] = taken[name]
     show(rows)
     return {"what": setting.what, "peak of none in bytes": most, "variants": rows}
 
@@ -317,7 +309,7 @@ def main(arguments: list[str] | None = None) -> None:
     found = {}
     with one_thread():
         for name in asked.settings:
-            found[name] = compare(SETTINGS[name](), 0 if name in PEAKS_ONLY else asked.rounds)
+            found[name] = compare(SETTINGS[name](), asked.rounds)
     record("checkpointing", {"clock": CLOCK, "rounds": asked.rounds, "settings": found})
 
 

@@ -5,8 +5,7 @@ defaults, and ours.
     python benchmarks/finetune.py --dry-run    with a tiny model; writes nothing
 
 Each way is a fresh model in the same process, trained by ``Trainer`` on the same rows in the same
-order, with the same tracker on it. What ``gpu_finetune.py`` would find on a card is predicted,
-which needs none.
+order, with the same tracker on it. What an 8B would need on a card is predicted, which needs none.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from dataclasses import replace
 
 import torch
 import transformers
-from gpu_finetune import predicted_for_card
-from gpu_runs import settings
-from shared import parser, record
+from shared import parser, record, settings, words
 
+from gradmem_lib.model.known import known_model
+from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.units import format_bytes
+from gradmem_lib.units import GiB, format_bytes
 
 BATCH, SEQ_LEN = 8, 128  # of the CPU part: rows of one optimizer step, tokens in a row
 HELD_OUT = 16
@@ -36,6 +35,14 @@ OUR_RATE = 1e-3  # LoRA's, by common practice an order of magnitude above full f
 QUARTER, ONE_PERCENT = 0.25, 1.01
 COMBINED = Recipe(precision="bf16", optimizer="adamw-8bit", lora_rank=16, chunked_loss=True)
 NAIVE, DEFAULTS, OURS = "naive", "HF defaults, checkpointing, accumulation", "ours"
+
+
+# An 8B on a card: what torchtune's documentation publishes for Llama-3.1-8B at 2 x 2048 on one card
+# (taken as GiB), Hugging Face's way, and ours.
+ROWS_8B, TOKENS_8B = 2, 2048
+TORCHTUNE = {"full fine-tuning": 18.9, "LoRA": 16.2, "QLoRA": 7.4}
+HF_WAY = Recipe(precision="bf16", optimizer="adamw-fused", checkpointing="per-layer")
+OUR_WAY = replace(HF_WAY, chunked_loss=True)
 
 
 def candidates() -> list[Recipe]:
@@ -56,6 +63,49 @@ def first_that_fits(forms: Sequence[Recipe], needs: Callable[[Recipe], int], roo
         if needs(form) <= room:
             return form
     return min(forms, key=needs)
+
+
+def cases_8b() -> list[tuple[str, str, Recipe]]:
+    """What is trained, whose way it is, and the recipe."""
+    found = [("full fine-tuning", "HF defaults", HF_WAY)]
+    for optimizer in ("adafactor-torch", "sgd"):
+        recipe = replace(OUR_WAY, optimizer=optimizer, in_backward=True)
+        found.append(("full fine-tuning", "ours", recipe))
+    for family, quantized in (("LoRA", False), ("QLoRA", True)):
+        for rank in (8, 16):
+            low = {"lora_rank": rank, "quantized_base": quantized}
+            found.append((family, "HF defaults", replace(HF_WAY, **low)))
+            for pieces in (2, 1):
+                found.append((family, "ours", replace(OUR_WAY, accumulation=pieces, **low)))
+    return found
+
+
+def predicted_for_card() -> list[dict]:
+    """Live bytes of the tensors and cuBLAS's workspace.
+
+    Neither what the allocator holds beyond, nor what a kernel takes and returns: writing a 4-bit
+    matrix out does.
+    """
+    config, found = known_model("Llama-3.1-8B")[1], []
+    for family, way, recipe in cases_8b():
+        live = predict(
+            config, batch_size=ROWS_8B, seq_len=TOKENS_8B, recipe=recipe, target="cuda"
+        ).peak.total
+        needs, target = live + allocator.workspace(), TORCHTUNE[family]
+        found.append(
+            {
+                "family": family,
+                "way": way,
+                "recipe": settings(recipe),
+                "live bytes": live,
+                "live bytes and workspace": needs,
+                "torchtune GiB": target,
+                "at most torchtune's": needs <= target * GiB,
+            }
+        )
+        said = " ".join(words(recipe, "precision", "checkpointing"))
+        print(f"{family} {way} {said:<70} {needs / GiB:6.2f} GiB, torchtune {target}", flush=True)
+    return found
 
 
 def cpu_data(dry: bool, steps: int):

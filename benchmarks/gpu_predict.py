@@ -13,26 +13,58 @@ card it says so and does nothing.
 
 from __future__ import annotations
 
+import copy
+import gc
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
+import torch
 import transformers
-from gpu_runs import TINY, Ask, outcome, parser, place_of, settings, too_large, tried, words
-from shared import record
+from shared import parser, record, settings, words
 
+from gradmem_lib.course.machine.compat import model_from_config
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.model.classes import model_class
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.model.known import known_model
 from gradmem_lib.optimizers import OPTIMIZERS
-from gradmem_lib.prediction import fakes
+from gradmem_lib.prediction import allocator, fakes
 from gradmem_lib.prediction.predict import predict
+from gradmem_lib.training.prepare import (
+    Prepared,
+    change_model,
+    make_optimizer,
+    prepare,
+    set_checkpointing,
+)
 from gradmem_lib.training.recipe import Recipe
-from gradmem_lib.units import format_bytes
+from gradmem_lib.training.step import step
+from gradmem_lib.units import MiB, format_bytes
 
-FILL = 0.75  # of the card, for the cases that fill it: what is reserved must fit as well
+WARM_UP = 2  # steps
+MOST = 0.92  # of the card; what is predicted to need more is left out
+NO_CARD = "No CUDA card here: there is nothing to measure, and nothing was written."
+TINY = {  # settings of a dry run's models, by the names of any family
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_hidden_layers": 3,
+    "vocab_size": 128,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "image_size": 32,
+    "patch_size": 8,
+    "num_labels": 10,
+}
 
 FAMILIES = ("llama", "gqa", "qwen3", "gpt2", "bert", "vit")
 # By a name of ours, a known model, or a Llama's sizes.
@@ -60,23 +92,99 @@ def config_of(model: str, tiny: bool):
     return type(config)(**TINY, tie_word_embeddings=tied, architectures=config.architectures)
 
 
+# Where.
+
+
+class Card:
+    """A CUDA card, whose allocator counts."""
+
+    tiny, target, device = False, "cuda", "cuda"
+
+    def __init__(self):
+        self.total = torch.cuda.mem_get_info()[0]
+        self.workspace = allocator.workspace(torch.cuda.get_device_capability())
+
+    def clear(self) -> None:
+        """Nothing of the case before is left: no tensors, no cached segments, no cuBLAS
+        workspace.
+        """
+        gc.collect()
+        torch.cuda.synchronize()
+        getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+        torch.cuda.empty_cache()
+        self.start()
+
+    def step(self, run: Prepared, batch, recipe: Recipe) -> None:
+        step(run.model, run.optimizer, batch, recipe)
+        torch.cuda.synchronize()
+
+    def start(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def peak(self) -> dict[str, int]:
+        """Since ``start``, in bytes."""
+        return {
+            "allocated": torch.cuda.max_memory_allocated(),
+            "reserved": torch.cuda.max_memory_reserved(),
+            "between steps": torch.cuda.memory_allocated(),
+        }
+
+    def left(self) -> int:
+        """Bytes still allocated when the case is gone: cuBLAS's workspaces."""
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+
+class DryRun:
+    """The CPU with tiny models and ``MemoryTracker``, to see that every case works."""
+
+    tiny, target, device, workspace = True, "cpu", "cpu", 0
+    total = 24 * MiB
+
+    def __init__(self):
+        self.most, self.held = 0, 0
+
+    def clear(self) -> None:
+        gc.collect()
+
+    def step(self, run: Prepared, batch, recipe: Recipe) -> None:
+        with MemoryTracker(run.model, run.optimizer, live=False) as tracker:
+            step(run.model, run.optimizer, batch, recipe)
+        self.most, self.held = max(self.most, tracker.peak.total), tracker.current.total
+
+    def start(self) -> None:
+        self.most = 0
+
+    def peak(self) -> dict[str, int]:
+        return {"allocated": self.most, "reserved": self.most, "between steps": self.held}
+
+    def left(self) -> int:
+        return 0
+
+
+def place_of(dry: bool) -> Card | DryRun | None:
+    """Where to measure; ``None``, and a sentence, if there is nowhere."""
+    if not dry and not torch.cuda.is_available():
+        print(NO_CARD)
+        return None
+    transformers.utils.logging.set_verbosity_error()
+    return DryRun() if dry else Card()
+
+
 # Cases.
 
 
 @dataclass(frozen=True)
 class Case:
-    """``rows`` is a number of rows, or ``None`` for as many as the card holds.
-
-    ``seq_len`` is ``None`` for images.
-    """
+    """``seq_len`` is ``None`` for images."""
 
     model: str
-    rows: int | None
+    rows: int
     seq_len: int | None
     recipe: Recipe = field(default_factory=Recipe)
 
     def __str__(self) -> str:
-        size, recipe = f"{self.rows or 'full'}x{self.seq_len or 0}", self.recipe
+        size, recipe = f"{self.rows}x{self.seq_len or 0}", self.recipe
         named = [self.model, size, str(recipe.precision), recipe.optimizer]
         return " ".join([*named, *words(recipe, "precision", "optimizer")])
 
@@ -117,15 +225,15 @@ ABOVE = {recipe.optimizer for *_, recipe in EVERYWHERE} | {case.recipe.optimizer
 OTHER_OPTIMIZERS = tuple(
     Case("llama", 4, 512, replace(BF16, optimizer=name)) for name in OPTIMIZERS if name not in ABOVE
 )
-AS_MANY_AS_IT_HOLDS = (
-    Case("llama-1b", None, 2048, BF16),
-    Case("llama-1b", None, 4096, replace(BF16, checkpointing="per-layer")),
-    Case("llama-7b", None, 2048, replace(BF16, lora_rank=16, checkpointing="per-layer")),
-    Case("vit", None, None, Recipe(precision="autocast-bf16", optimizer="adamw-fused")),
-    Case("bert", None, 512, BF16),
-    Case("gpt2", None, 1024, Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
-    Case("llama-1b", None, 1024, Recipe(precision="float32-master", checkpointing="per-layer")),
-    Case("llama-7b", None, 2048, replace(BF16, in_backward=True, checkpointing="per-layer")),
+LARGE = (  # what needs more than the card has is left out
+    Case("llama-1b", 4, 2048, BF16),
+    Case("llama-1b", 4, 4096, replace(BF16, checkpointing="per-layer")),
+    Case("llama-7b", 2, 2048, replace(BF16, lora_rank=16, checkpointing="per-layer")),
+    Case("vit", 128, None, Recipe(precision="autocast-bf16", optimizer="adamw-fused")),
+    Case("bert", 64, 512, BF16),
+    Case("gpt2", 16, 1024, Recipe(precision="autocast-bf16", optimizer="adamw-foreach")),
+    Case("llama-1b", 4, 1024, Recipe(precision="float32-master", checkpointing="per-layer")),
+    Case("llama-7b", 1, 2048, replace(BF16, in_backward=True, checkpointing="per-layer")),
 )
 
 
@@ -137,34 +245,91 @@ def cases() -> list[Case]:
                 found.append(Case(model, rows * 8, None, recipe))
             else:
                 found.append(Case(model, rows, seq_len, recipe))
-    return [*found, *AS_MANY_AS_IT_HOLDS, *ONCE, *OTHER_OPTIMIZERS]
+    return [*found, *LARGE, *ONCE, *OTHER_OPTIMIZERS]
 
 
 # One case.
 
 
-def with_rows(case: Case, config, place) -> Case:
-    """The case with as many rows as fill the card, by prediction.
-
-    The peak is the largest of several moments that each grow evenly with the rows, so between two
-    numbers of rows it stays below the straight line: what the line allows fits.
+def built(config, recipe: Recipe, device: str) -> Prepared:
+    """A model with random weights and its optimizer, never larger than ``recipe`` keeps it: as if
+    loaded from a file of that form.
     """
+    # born in its dtype: a cast would leave holes between the weights
+    with torch.device("meta" if recipe.quantized_base else device):
+        kind, dtype = model_class(config), recipe.weight_dtype
+        model = model_from_config(kind, copy.deepcopy(config), dtype=dtype)
+    if not recipe.quantized_base:
+        return prepare(model, recipe)
+    change_model(model, recipe)
+    model.to_empty(device=device)
+    model.tie_weights()
+    fill(model)
+    undo = ExitStack()
+    set_checkpointing(model, recipe, undo)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return Prepared(model, make_optimizer(trained, recipe, 1e-4), undo)
 
-    def peak(rows: int) -> int:
-        ask = {"batch_size": rows, "seq_len": case.seq_len, "recipe": case.recipe}
-        return predict(config, **ask, target=place.target).peak.total
 
-    room = int(FILL * place.total)
-    rows, needs = 1, peak(1)
-    while needs < room:
-        more, would_need = 4 * rows, peak(4 * rows)
-        if would_need > room:
-            for _ in range(2):
-                rows += (more - rows) * (room - needs) // (would_need - needs)
-                needs = peak(rows)
-            break
-        rows, needs = more, would_need
-    return replace(case, rows=rows)
+@torch.no_grad()
+def fill(model) -> None:
+    """Small numbers everywhere; of 4-bit layers random codes, and every block's magnitude
+    the same.
+    """
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        own = name.rpartition(".")[2]
+        if not tensor.is_floating_point():
+            tensor.random_()
+        elif own in ("scales", "offset"):
+            tensor.fill_(0.0 if own == "scales" else 0.04)
+        elif "inv_freq" in own:
+            tensor.uniform_(0, 1)
+        else:
+            tensor.normal_(0, 0.02)
+
+
+class TooSlow(Exception):
+    """The time that is left does not suffice for the steps that are."""
+
+
+def trained(case: Case, config, place, deadline: float) -> dict:
+    """Peak bytes of a step after two that warm up.
+
+    Everything it made is gone when it returns.
+    """
+    run = built(config, case.recipe, place.device)
+    with run.undo:
+        batch = example_batch(run.model, case.rows, case.seq_len)
+        for left in range(WARM_UP, -1, -1):
+            if not left:
+                place.start()
+            began = time.monotonic()
+            place.step(run, batch, case.recipe)
+            if left * (time.monotonic() - began) > deadline - time.monotonic():
+                raise TooSlow
+        return place.peak()
+
+
+def outcome(run: Callable[[], dict]) -> dict:
+    """What ``run`` finds, or in one word why not: ``out of memory``, ``left out`` for want of time,
+    or ``error``. It is written down, and the next case may do.
+    """
+    try:
+        return run()
+    except torch.OutOfMemoryError as error:
+        return {"out of memory": str(error).splitlines()[0]}
+    except TooSlow:
+        return {"left out": "its steps take longer than the time that is left"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+
+
+def too_large(place, nbytes: int) -> dict:
+    """Why a case that is predicted to need ``nbytes`` is left out, if it is."""
+    if nbytes <= MOST * place.total:
+        return {}
+    room = format_bytes(place.total)
+    return {"left out": f"needs {format_bytes(nbytes)}, the card has {room}"}
 
 
 def predicted(case: Case, config, place) -> dict:
@@ -189,18 +354,15 @@ def measured(case: Case, place, deadline: float) -> dict:
     row = {"case": str(case), "recipe": settings(case.recipe)}
     start, config = time.monotonic(), config_of(case.model, place.tiny)
     if place.tiny:
-        rows, seq_len = case.rows and min(case.rows, 8), case.seq_len and case.seq_len // 32
-        case = replace(case, rows=rows, seq_len=seq_len)
-    if case.rows is None:
-        case = with_rows(case, config, place)
+        case = replace(case, rows=min(case.rows, 8), seq_len=case.seq_len and case.seq_len // 32)
     row |= {"model": case.model, "rows": case.rows, "seq_len": case.seq_len}
     row["predicted"] = predicted(case, config, place)
     row["seconds to predict"] = round(time.monotonic() - start, 2)
     fakes.answers_by_settings.clear()
     row |= too_large(place, row["predicted"]["allocated"])
     if "left out" not in row:
-        ask = Ask(config, case.recipe, case.rows, case.seq_len, steps=1)
-        found = tried(place, ask, deadline)
+        place.clear()
+        found = outcome(lambda: trained(case, config, place, deadline))
         if "allocated" in found:
             row["measured"] = found | {"workspace": place.left()}
             row["error %"] = errors(row, case.recipe)
@@ -261,7 +423,9 @@ def summary(rows: list[dict]) -> dict:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    command = parser(__doc__, seconds=260)
+    command = parser(__doc__)
+    command.add_argument("--seconds", type=float, default=260, help="then nothing more begins")
+    command.add_argument("--dry-run", action="store_true", help="tiny models; writes nothing")
     command.add_argument(
         "--only", nargs="+", help="cases with one of these words in their line; writes nothing"
     )

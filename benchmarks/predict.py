@@ -1,6 +1,6 @@
 """How fast ``predict`` answers for large models, and in how much memory.
 
-    python benchmarks/predict.py [--models Llama-2-7B Llama-2-70B GPT-3]
+    python benchmarks/predict.py [--models Llama-2-7B Llama-2-70B]
 
 For each model, in a fresh process: the first answer, later ones with other settings, and the
 resident memory they need. Seconds are wall time and, since the machine may be busy with other
@@ -22,27 +22,13 @@ from dataclasses import replace
 import psutil
 from shared import parser, record
 
-from gradmem_lib.course.material.shapes import SHAPES, Shape
+from gradmem_lib.course.material.shapes import SHAPES
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.units import format_bytes
 
-# Batch 1 and the longest sequence that each was trained on.
-SEQ_LEN = {"Llama-2-7B": 4096, "Llama-2-70B": 4096, "GPT-3": 2048}
-GPT_3 = Shape(
-    name="GPT-3",
-    vocab=50257,
-    hidden=12288,
-    layers=96,
-    heads=96,
-    kv_heads=96,
-    intermediate=4 * 12288,
-    tied=True,
-    gated=False,
-    norm="layer",
-    biases=True,
-    positions=2048,
-)
+MODELS = ("Llama-2-7B", "Llama-2-70B")
+SEQ_LEN = 4096  # of batch 1: the longest sequence that they were trained on
 BF16 = Recipe(precision="bf16", optimizer="adamw-fused")
 LATER = {  # changes that a slider makes, each a question not asked before
     "half the sequence": (BF16, 2),
@@ -74,11 +60,10 @@ def timed(run: Callable[[], object]) -> dict:
 
 def answers(name: str) -> dict:
     """First and later answers in this process, which must have made none yet."""
-    shape, seq_len = SHAPES.get(name, GPT_3), SEQ_LEN[name]
-    config = shape.config(positions=4096)
+    config = SHAPES[name].config(positions=SEQ_LEN)
 
     def ask(recipe: Recipe, divide: int = 1) -> None:
-        predict(config, batch_size=1, seq_len=seq_len // divide, recipe=recipe, target="cpu")
+        predict(config, batch_size=1, seq_len=SEQ_LEN // divide, recipe=recipe, target="cpu")
 
     before = psutil.Process().memory_info().rss
     found = {"first answer": timed(lambda: ask(BF16))}
@@ -95,7 +80,7 @@ def answers(name: str) -> dict:
 
 def main(arguments: list[str] | None = None) -> None:
     command = parser(__doc__)
-    command.add_argument("--models", nargs="+", choices=SEQ_LEN, default=list(SEQ_LEN))
+    command.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     command.add_argument("--here", action="store_true", help="one model, in this process")
     asked = command.parse_args(arguments)
     if asked.here:

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -24,6 +25,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 # A plain checkout: the library is not installed.
 sys.path.insert(0, str(ROOT))
 
+from gradmem_lib.training.recipe import Recipe  # noqa: E402
+
 ON_CARD = torch.cuda.is_available()
 CLOCK = "wall" if ON_CARD else "CPU time of one thread"
 
@@ -33,6 +36,17 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+
+
+def settings(recipe: Recipe) -> dict:
+    """What differs from ``Recipe()``."""
+    plain = asdict(Recipe())
+    return {name: value for name, value in asdict(recipe).items() if value != plain[name]}
+
+
+def words(recipe: Recipe, *without: str) -> list[str]:
+    """The same as ``name=value``, but for those in ``without``."""
+    return [f"{name}={value}" for name, value in settings(recipe).items() if name not in without]
 
 
 @contextmanager

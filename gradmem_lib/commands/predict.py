@@ -65,7 +65,6 @@ def predicted(options: argparse.Namespace) -> tuple[str, Any]:
         ranks=options.ranks,
         rank=options.rank,
         loop=chosen(Loop, options),
-        rope_factor=options.rope_factor,
     )
     return title, prediction
 

@@ -48,7 +48,6 @@ LOOP = """
 zero_grad       W      where the loop frees gradients: {}
 keeps           K      what a variable of the loop holds until the next step: {}
 clips           -      clip the norm of the gradients before the step
-shifted_logits  -      the loss of transformers before 4.45, with float32 copies of the logits
 """
 CHOICES = {
     "precision": names.PRECISIONS,
@@ -73,15 +72,9 @@ READERS = {
 
 
 def add_step_options(add: Callable) -> None:
-    """The length of a row, all fields of ``Recipe``, the scaling of RoPE, all of ``Loop``."""
+    """The length of a row, and all fields of ``Recipe`` and ``Loop``."""
     add("--seq-len", type=readers.count, metavar="N", help="tokens in a row (not for images)")
     _add_fields(add, Recipe, RECIPE)
-    add(
-        "--rope-factor",
-        type=float,
-        metavar="F",
-        help="RoPE scaling: the model takes F times as many tokens in a row as its config says",
-    )
     _add_fields(add, Loop, LOOP)
 
 

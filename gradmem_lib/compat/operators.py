@@ -149,37 +149,6 @@ math_attention = _aten._scaled_dot_product_attention_math
 
 embedding_bag = _aten._embedding_bag.default
 lstm_layer = _aten.mkldnn_rnn_layer.default
-# Operators of recurrent layers on a card, which allocate a workspace of their own.
-recurrent = frozenset(
-    {
-        _aten._cudnn_rnn.default,
-        _aten._thnn_fused_lstm_cell.default,
-        _aten._thnn_fused_gru_cell.default,
-        lstm_layer,
-    }
-)
-
-
-def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
-    """The bytes of what the CPU's LSTM kernel returns for backward, for one layer and one direction
-    in float32.
-    """
-    gates, state = 4 * hidden, (1, batch, hidden)
-    shapes = [
-        (seq, batch, inputs),
-        (gates, inputs),
-        (gates, hidden),
-        (gates,),
-        (gates,),
-        state,
-        state,
-    ]
-    tensors = [torch.zeros(shape, dtype=torch.float32, device="cpu") for shape in shapes]
-    lstm, layers, biases, training = 2, 1, True, True
-    out = lstm_layer(*tensors, False, [], lstm, hidden, layers, biases, False, False, training)
-    return out[3].untyped_storage().nbytes()
-
-
 # These mark the begin and the end of a stretch of code for the profiler. Each optimizer's step has
 # them.
 profiler_marks = {

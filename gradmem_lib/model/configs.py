@@ -1,7 +1,6 @@
 """Finds a model's config, and builds the model of a config without memory."""
 
 import copy
-import math
 import os
 import socket
 from typing import Any
@@ -16,34 +15,6 @@ from ..names import is_flash
 from .classes import model_class
 from .known import known_model, similar_names
 from .wrappers import inside_peft
-
-
-def stretched(config, rope_factor: float):
-    """A copy of ``config`` for RoPE scaling: its model takes ``rope_factor`` times as many tokens
-    in a row.
-
-    Scaling divides the rotary frequencies when the model is built, so that its step needs the same
-    bytes. Raises ``ValueError`` for a model whose positions are learned, or are not counted.
-    """
-    if not isinstance(rope_factor, int | float) or not 1 <= rope_factor < math.inf:
-        raise ValueError(f"rope_factor={rope_factor!r}: give a number of at least 1, such as 4")
-    longer = copy.deepcopy(config)
-    text = longer.get_text_config(decoder=True) if hasattr(config, "get_text_config") else longer
-    positions = getattr(text, "max_position_embeddings", None)
-    if not isinstance(positions, int) or positions < 1:
-        raise ValueError(
-            f"rope_factor={rope_factor} stretches the positions of a model, and the config of this "
-            "one does not limit them: leave it out"
-        )
-    text.max_position_embeddings = int(positions * rope_factor)
-    before, after = (sum(p.numel() for p in skeleton(c).parameters()) for c in (config, longer))
-    if after != before:
-        raise ValueError(
-            f"rope_factor={rope_factor} stretches rotary positions, and this model has a learned "
-            f"table of {positions:,} positions: shorten the rows, or give the config of a model "
-            "with a larger table"
-        )
-    return longer
 
 
 def find_model(model_or_config) -> tuple[Any, str]:

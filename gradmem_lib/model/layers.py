@@ -1,5 +1,7 @@
 """Finds the layers of a model."""
 
+from contextlib import suppress
+
 from torch import nn
 
 from ..hf_names import hf_class
@@ -39,6 +41,13 @@ def find_layers(layers_or_model: nn.Module, named: Named = ()) -> Lists:
 def layers_in(lists: Lists) -> list[nn.Module]:
     """The layers of all lists."""
     return [layer for layers, _ in lists.values() for layer in layers]
+
+
+def layers_of(model: nn.Module, named: Named = ()) -> list[nn.Module]:
+    """The layers of all lists that ``find_layers`` finds; an empty list if it finds none."""
+    with suppress(ValueError):
+        return layers_in(find_layers(model, named))
+    return []
 
 
 def _check(layers: list[nn.Module], model: nn.Module) -> None:

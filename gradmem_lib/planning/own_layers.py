@@ -7,7 +7,7 @@ whether it is so, since each operator in it says which tensors it reads and whic
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from ..compat.dispatch_modes import TorchDispatchMode
 from ..compat.operators import arguments_of
 from ..compat.tensors import storage_key
 from ..compat.trees import tree_flatten, tree_leaves
-from ..model.layers import Named, find_layers, is_callable, items_called
+from ..model.layers import Named, is_callable, items_called
 from ..techniques.call_overrides import refuse_checkpointed
 from ..techniques.layer_arguments import split_input
 from .rows import WithLoss, run_on_fakes
@@ -79,56 +79,6 @@ def find_own_layers(
 
     sentences = [_about(names, problem) for problem, names in problems.items()]
     return tuple(sorted(taken, key=first_call)), sentences
-
-
-def check_own_layers(
-    model: nn.Module, batch: Any, loss: Callable | None, layers: Any
-) -> tuple[str | tuple[str, ...], ...]:
-    """The names of ``layers``, which are lists of layers in ``model``: each a ModuleList or
-    Sequential, or its name, or a list of layers. One such list may be given by itself.
-
-    Raises ``ValueError`` for a list that is not in the model, and for one that cannot be
-    checkpointed.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    named: list[str | tuple[str, ...]] = []
-    for one in _several(layers):
-        if isinstance(one, Sequence) and not isinstance(one, str):
-            named.append(tuple(_name_of(layer, names) for layer in one))
-        else:
-            named.append(_name_of(one, names))
-    lists = find_layers(model, tuple(named))
-    watched = [layer for found, _ in lists.values() for layer in found]
-    seen = watch_layers(model, batch, loss, watched)
-    for name, (found, _) in lists.items():
-        problem = _problem_of([seen[layer] for layer in found])
-        if problem:
-            raise ValueError(
-                f"{_about([name], problem)} To predict it all the same: predict(model, batch=..., "
-                f"recipe=Recipe(checkpointing='per-layer', layers={tuple(named)}))"
-            )
-    return tuple(named)
-
-
-def _several(layers: Any) -> list:
-    """``layers`` as a list of lists of layers."""
-    if isinstance(layers, (str, nn.Module)):
-        return [layers]
-    layers = list(layers)
-    if layers and all(isinstance(one, nn.Module) and not items_called(one) for one in layers):
-        return [layers]  # the layers of one list
-    return layers
-
-
-def _name_of(given: Any, names: dict[nn.Module, str]) -> str:
-    if isinstance(given, str):
-        return given
-    if given not in names:
-        raise ValueError(
-            f"layers= has a {type(given).__name__} that is not in the model: give lists of its "
-            "layers, such as model.blocks, or their names"
-        )
-    return names[given]
 
 
 def _problem_of(layers: list[Seen]) -> str:

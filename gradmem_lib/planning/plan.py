@@ -36,7 +36,6 @@ def plan(
     notify: Callable[[str], None] | None = None,
     batch: Any = None,
     loss: Callable[[nn.Module, Any], Tensor] | None = None,
-    layers: Any = None,
     machines: int = 1,
     network: float | None = None,
 ) -> Plan:
@@ -68,9 +67,6 @@ def plan(
             of the weights.
         loss: ``loss(model, micro_batch)`` returns the scalar to minimise, if the model's output
             does not have it; with ``batch`` only.
-        layers: the lists of layers in a module of your own that checkpoints and shards take: one or
-            several ``nn.ModuleList``s or ``nn.Sequential``s of it, their names, or lists of its
-            layers. ``None``: they are found, and the plan names them.
         machines: how many machines have ``cards`` such cards. Each has a whole copy of the model:
             on every card (``"ddp"``), or over its cards by hybrid sharding (HSDP: ``"fsdp"`` or
             ``"zero2"`` over a mesh of two dimensions). A card then holds the same tensors as on one
@@ -105,18 +101,13 @@ def plan(
     global_batch = check_positive_int("global_batch", global_batch, 16, "rows")
     _check_cards(global_batch, cards, machines, network)
     found = find_card(card)
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    if isinstance(batch, Mapping):
+        batch = dict(batch)
     _check_batch(batch, seq_len, loss)
     if batch is not None and is_own_module(model_or_config):
         config, title = None, type(model_or_config).__name__
         _check_own_module(model_or_config, method)
-        work = count(None, seq_len, batch, loss, module=model_or_config, layers=layers)
-    elif layers is not None:
-        raise ValueError(
-            "layers= is for a module of your own with batch=; the layers of a transformers model "
-            "are found. To recompute some of them: predict(model, recipe=Recipe(checkpointing="
-            "'per-layer', layers=('model.layers',)), ...)"
-        )
+        work = count(None, seq_len, batch, loss, module=model_or_config)
     else:
         config, title = find_model(model_or_config)
         work = count(config, seq_len, batch, loss)
@@ -266,8 +257,8 @@ def _notes(search: Search) -> list[str]:
     elif not search.work.has_layers:
         notes.append(
             "No checkpoints are tried: this module has no list of layers that keep more than their "
-            "inputs and may run again. To say which layers it has, give layers=, such as "
-            "layers=model.blocks."
+            "inputs and may run again. To predict some of its layers all the same: predict(model, "
+            "batch=..., recipe=Recipe(checkpointing='per-layer', layers='blocks'))."
         )
     notes += search.work.problems
     predicted = [*search.fits(), *search.refused()]

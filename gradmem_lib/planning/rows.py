@@ -22,10 +22,9 @@ from ..compat.dispatch_modes import without_modes
 from ..compat.fake_tensors import FakeTensorMode
 from ..compat.trees import tree_map
 from ..model.description import Description
-from ..model.layers import Named, find_layers
+from ..model.layers import Named, layers_of
 from ..model.linear import linear_layers
-from ..prediction.caches import without_new_entries
-from ..prediction.closures import variables_put_back
+from ..prediction.surroundings import left_alone
 from ..techniques.module_state import left_as_it_was
 from ..techniques.splitting import count_rows
 from ..training.recipe import Recipe
@@ -157,8 +156,7 @@ def run_on_fakes(together: WithLoss, batch: Any, watch: AbstractContextManager) 
         # A forward may keep a mask or a bias for the next one. Made from fake tensors, it would
         # break the next real step.
         stack.enter_context(left_as_it_was(together))
-        stack.enter_context(without_new_entries(together))
-        stack.enter_context(variables_put_back(together))
+        stack.enter_context(left_alone(together))
         stack.enter_context(without_modes())
         stack.enter_context(torch.autocast("cpu", enabled=False))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -240,8 +238,4 @@ def _operations(flops: dict[str, dict], part: str) -> tuple[float, float]:
 def _layer_names(model: nn.Module, named: Named) -> list[str]:
     """The names of the layers that can run again one by one."""
     names = {module: name for name, module in model.named_modules()}
-    try:
-        lists = find_layers(model, named)
-    except ValueError:
-        return []
-    return [names[layer] for layers, _ in lists.values() for layer in layers]
+    return [names[layer] for layer in layers_of(model, named)]

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +11,7 @@ from torch import nn
 
 from ..compat.dispatch_modes import without_modes
 from ..model.inputs import example_batch, takes_tokens_alone, unknown_inputs
-from ..model.layers import Named, find_layers, layers_in
+from ..model.layers import Named, layers_of
 from ..prediction.predict import source_of
 from ..prediction.question import Source
 from ..techniques.call_overrides import refuse_checkpointed
@@ -24,7 +23,7 @@ from ..training.prepare import refuse_frozen
 from ..training.recipe import Recipe
 from ..training.tiny import tiny_model
 from ..units import check_positive_int
-from .own_layers import check_own_layers, find_own_layers
+from .own_layers import find_own_layers
 from .rows import Passed, count_row, rows_like
 
 LORA_RANK = 16  # of the adapters that a plan adds
@@ -72,9 +71,7 @@ class Work:
     @cached_property
     def blocks(self) -> list[nn.Module]:
         """The layers of all lists: first-k counts over several lists."""
-        with suppress(ValueError):
-            return layers_in(find_layers(self.sized.skeleton, self.named))
-        return []
+        return layers_of(self.sized.skeleton, self.named)
 
     @cached_property
     def layers(self) -> int:
@@ -215,11 +212,9 @@ def count(
     batch: Any = None,
     loss: Callable | None = None,
     module: nn.Module | None = None,
-    layers: Any = None,
 ) -> Work:
     """The work of a model without memory that is built from ``config``, or of a ``module`` that
-    transformers cannot build. ``layers``: the lists of its layers, if they are given; else they are
-    looked for.
+    transformers cannot build.
 
     For a model that takes more than tokens with labels, and for a ``batch`` that is given, what a
     row passes is counted as well. Only this needs ``seq_len``. Raises ``ValueError`` if the config
@@ -229,7 +224,7 @@ def count(
     work = Work(source)
     if module is not None:
         count_rows(batch)  # raises ValueError for tensors that cannot be cut
-        named, problems = _layers_of_module(module, batch, loss, layers)
+        named, problems = _layers_of_module(module, batch, loss)
         work = replace(work, named=named, problems=tuple(problems))
     if batch is None and takes_tokens_alone(source.skeleton):
         _check_cut(source.skeleton, config)
@@ -238,16 +233,13 @@ def count(
 
 
 def _layers_of_module(
-    module: nn.Module, batch: Any, loss: Callable | None, layers: Any
+    module: nn.Module, batch: Any, loss: Callable | None
 ) -> tuple[Named, list[str]]:
     """The names of the lists of layers, and why other lists are left alone.
 
     There are no names for an ``nn.Sequential``, and for a module with transformers' layers.
     """
-    if layers is not None:
-        return check_own_layers(module, batch, loss, layers), []
-    with suppress(ValueError):
-        find_layers(module)
+    if layers_of(module):
         return (), []
     return find_own_layers(module, batch, loss)
 

@@ -1,8 +1,7 @@
 """Copies of modules and batches, without memory behind them."""
 
 import copy
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Container, Mapping
 from types import CellType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -10,12 +9,13 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from ..compat.copying import deepcopied_by
 from ..compat.modules import hook_counts
 from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
-from .closures import contents, held_by, inside_of, put_inside, tables_of_functions
 from .question import CannotTrace
+from .surroundings import contents, functions_near, reached_from
 
 
 def fake_batch(batch):
@@ -50,15 +50,29 @@ def fake_copy(
         for parameter in module.parameters(recurse=False):
             _copy_parameter(parameter, memo, bases)
     with _Copying(bases, without_graph=without_graph):
-        for layers, count in keep.items():
-            first_layers = [copy.deepcopy(layer, memo) for layer in list(layers)[:count]]
-            entries = [first_layers] if isinstance(layers, nn.ModuleList) else first_layers
-            memo[id(layers)] = type(layers)(*entries)
-        copied = copy.deepcopy(model, memo)
-        _copy_functions(model, memo)
+        copied, parts = _deepcopy(model, keep, memo)
+        functions = _Functions(parts)
+        if any(map(functions.holds_parts, functions_near(model))):
+            copiers = {CellType: functions.copy_cell, FunctionType: functions.copy_function}
+            with deepcopied_by(copiers):
+                copied, _ = _deepcopy(model, keep, memo)
     for checkpoints in checkpoints_of(model):
         checkpoints.apply_to_copy(dict(zip(model.modules(), copied.modules(), strict=True)))
     return copied
+
+
+def _deepcopy(
+    model: nn.Module, keep: Mapping[nn.Module, int], parameters: dict[int, Any]
+) -> tuple[nn.Module, dict[int, Any]]:
+    """The copy of ``model``, and all that is copied, by the ``id`` of the originals.
+    ``parameters``: those that exist already.
+    """
+    memo = dict(parameters)
+    for layers, count in keep.items():
+        first_layers = [copy.deepcopy(layer, memo) for layer in list(layers)[:count]]
+        entries = [first_layers] if isinstance(layers, nn.ModuleList) else first_layers
+        memo[id(layers)] = type(layers)(*entries)
+    return copy.deepcopy(model, memo), memo
 
 
 def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
@@ -81,128 +95,56 @@ def _copy_parameter(parameter: nn.Parameter, memo: dict, bases: dict) -> None:
         made.grad = _fake_like(parameter.grad, bases)
 
 
-def _copy_functions(model: nn.Module, memo: dict) -> None:
-    """Make the functions among the attributes and hooks of the copy of ``model`` use the copy.
+class _Functions:
+    """How ``copy.deepcopy``, which shares functions, copies those that hold parts of the model.
 
-    ``copy.deepcopy`` does not look into functions, and a lambda may hold the original's modules.
-    ``memo``: the copies that it has made, by the ``id`` of their originals.
+    A lambda may hold the original's modules. What else a function holds stays shared, since other
+    functions may read it. ``parts``: the model's modules, their parameters and all that is copied
+    with them, by ``id``.
     """
-    # deepcopy keeps the originals alive in a list of its own, which it puts into memo as well
-    copies = [made for original, made in memo.items() if original != id(memo)]
-    for made in copies:
-        if type(made) is not tuple:  # a tuple with functions in it has to be made again
-            memo[id(made)] = made
-    for made in copies:
-        # In place: an attribute and a function may hold the same list.
-        if type(made) in (list, dict, partial):
-            put_inside(made, made, [_copied(item, memo) for item in inside_of(made)])
-    for module in model.modules():
-        if id(module) not in memo:
-            continue  # a layer that is left out
-        for functions in tables_of_functions(memo[id(module)]):
-            for name, value in functions.items():
-                functions[name] = _copied(value, memo)
 
+    def __init__(self, parts: Container[int]):
+        self.parts = parts
 
-def _copied(value: Any, memo: dict) -> Any:
-    """What the copy of the model holds in place of ``value``; ``value`` itself, if it holds nothing
-    of the model.
+    def holds_parts(self, value: Any) -> bool:
+        return any(map(self._is_part, reached_from([value])))
 
-    What else a function holds stays shared, since other functions may read it. What may hold itself
-    comes into ``memo`` empty, and is filled then.
-    """
-    # In `memo`, a copy stands for itself, so it is followed until then: a tuple that deepcopy has
-    # copied, with functions in it, is copied once more.
-    while memo.get(id(value), value) is not value:
-        value = memo[id(value)]
-    if id(value) in memo or not _holds_parts(value, memo, set()):
-        return value
-    if isinstance(value, FunctionType):
-        return _copy_function(value, memo)
-    if _is_part(value, memo):
-        return copy.deepcopy(value, memo)
-    if type(value) in (list, dict):
-        made = type(value)()
-        memo[id(value)] = memo[id(made)] = made
-        put_inside(made, value, [_copied(item, memo) for item in inside_of(value)])
+    def _is_part(self, held: Any) -> bool:
+        """Whether ``held`` is copied with the model, is a method of a module that is, or is a
+        tensor that can be copied.
+
+        Modules of other models, such as a teacher, are not: a step that uses one is refused.
+        """
+        if id(held) in self.parts:
+            return True
+        if isinstance(held, MethodType):
+            return isinstance(held.__self__, nn.Module) and id(held.__self__) in self.parts
+        if isinstance(held, nn.Module | nn.Parameter):
+            return False
+        return isinstance(held, Tensor) and (held.is_leaf or not held.requires_grad)
+
+    def copy_cell(self, cell: CellType, memo: dict) -> CellType:
+        """A variable that several functions share is shared by their copies too."""
+        held = contents(cell)
+        if not self.holds_parts(held):
+            return cell
+        memo[id(cell)] = made = CellType()  # before it is filled, since it may hold itself
+        made.cell_contents = copy.deepcopy(held[0], memo)
         return made
-    inside = inside_of(value)  # of a tuple or a functools.partial
-    copied = [_copied(item, memo) for item in inside]
-    if id(value) in memo:  # a list in it holds it
-        return memo[id(value)]
-    if all(new is old for new, old in zip(copied, inside, strict=True)):
-        return value
-    if type(value) is tuple:
-        made = tuple(copied)
-    else:
-        made = partial(copied[0])
-        put_inside(made, value, copied)
-    memo[id(value)] = memo[id(made)] = made
-    return made
 
+    def copy_function(self, function: FunctionType, memo: dict) -> FunctionType:
+        if not self.holds_parts(function):
+            return function
+        cells = tuple([copy.deepcopy(cell, memo) for cell in function.__closure__ or ()])
+        code, variables = function.__code__, function.__globals__
+        memo[id(function)] = made = FunctionType(code, variables, function.__name__, None, cells)
+        made.__defaults__ = self._copied(function.__defaults__, memo)
+        made.__kwdefaults__ = self._copied(function.__kwdefaults__, memo)
+        vars(made).update(self._copied(vars(function), memo))
+        return made
 
-def _copy_function(function: FunctionType, memo: dict) -> FunctionType:
-    """``function`` with the copies of what it holds of the model."""
-    cells = []
-    to_fill: list[tuple[CellType, Any]] = []
-    for cell in function.__closure__ or ():
-        # Functions that share a variable share it in the copy, too: each sees what another assigns.
-        new_cell = memo.get(id(cell), cell)
-        for held in contents(cell):
-            if new_cell is cell and _holds_parts(held, memo, set()):
-                memo[id(cell)] = new_cell = CellType()
-                to_fill.append((new_cell, held))
-        cells.append(new_cell)
-    made = FunctionType(
-        function.__code__,
-        function.__globals__,
-        function.__name__,
-        None,
-        tuple(cells),
-    )
-    memo[id(function)] = memo[id(made)] = made  # before it is filled, since it may hold itself
-    for cell, held in to_fill:
-        cell.cell_contents = _copied(held, memo)
-    if function.__defaults__ is not None:
-        made.__defaults__ = tuple([_copied(held, memo) for held in function.__defaults__])
-    if function.__kwdefaults__ is not None:
-        named = function.__kwdefaults__.items()
-        made.__kwdefaults__ = {name: _copied(held, memo) for name, held in named}
-    made.__qualname__, made.__module__ = function.__qualname__, function.__module__
-    made.__doc__, made.__annotations__ = function.__doc__, function.__annotations__
-    for name, held in vars(function).items():
-        setattr(made, name, _copied(held, memo))
-    return made
-
-
-def _is_part(held: Any, memo: dict) -> bool:
-    """Whether ``held`` has a copy, is a method of a module that has one, or is a tensor that can be
-    copied.
-
-    Modules of other models, such as a teacher, have none: a step that uses one is refused.
-    """
-    if id(held) in memo:
-        return True
-    if isinstance(held, MethodType):
-        return isinstance(held.__self__, nn.Module) and id(held.__self__) in memo
-    if isinstance(held, nn.Module | nn.Parameter):
-        return False
-    return isinstance(held, Tensor) and (held.is_leaf or not held.requires_grad)
-
-
-def _holds_parts(value: Any, memo: dict, seen: set[int]) -> bool:
-    """Whether ``value`` is a part of the model, or holds one: a function in its closure, its
-    defaults and its attributes, a list in its items.
-
-    ``seen``: what has been asked already, by ``id``.
-    """
-    if _is_part(value, memo):
-        return True
-    if id(value) in seen:
-        return False
-    seen.add(id(value))
-    held = held_by(value) if isinstance(value, FunctionType) else inside_of(value)
-    return any(_holds_parts(item, memo, seen) for item in held)
+    def _copied(self, value: Any, memo: dict) -> Any:
+        return copy.deepcopy(value, memo) if self.holds_parts(value) else value
 
 
 class _Copying(torch.overrides.TorchFunctionMode):

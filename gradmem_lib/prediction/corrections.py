@@ -18,7 +18,6 @@ from ..compat.trees import tree_leaves
 from .question import CannotTrace
 
 aten = torch.ops.aten
-PAGE = 4096  # in oneDNN, each part of an LSTM's workspace begins on a new page
 
 
 def _view(args, out):
@@ -45,23 +44,25 @@ def _layer_norm_backward(args, out):
 CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}  # by dimensions
 
 
-def _in_the_layout_of(x: torch.Tensor, out: tuple) -> tuple:
-    """The CPU's ``batch_norm`` and its gradient have channels last if the input ``x`` has, or is a
-    part of a tensor that has. Whatever other strides ``x`` has, they are contiguous.
+def _in_the_layout_of(position: int) -> Callable:
+    """The CPU's ``batch_norm`` and its gradient have channels last if the input x has, or is a part
+    of a tensor that has. Whatever other strides x has, they are contiguous. ``position``: that of x
+    among the arguments.
     """
-    layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
-    with without_modes():
-        dense = torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta"))
-    if not dense.is_contiguous(memory_format=layout):
-        layout = torch.contiguous_format
-    first, *others = out
-    if first is not None:
-        first = first.contiguous(memory_format=layout)
-    return (first, *others)
 
+    def correct(args, out):
+        x = args[position]
+        layout = CHANNELS_LAST.get(x.dim(), torch.contiguous_format)
+        with without_modes():
+            dense = torch.empty_like(torch.empty_strided(x.shape, x.stride(), device="meta"))
+        if not dense.is_contiguous(memory_format=layout):
+            layout = torch.contiguous_format
+        first, *others = out
+        if first is not None:
+            first = first.contiguous(memory_format=layout)
+        return (first, *others)
 
-def _batch_norm(args, out):
-    return _in_the_layout_of(args[0], _norm(1, _with_float32_statistics)(args, out))
+    return correct
 
 
 def _group_norm_backward(args, out):
@@ -96,10 +97,6 @@ def _require_one_dtype(args, out):
     return _refuse_dtypes([t for t in _tensors(args) if t.is_floating_point()], out)
 
 
-def _with_one_dtype(correct: Callable) -> Callable:
-    return lambda args, out: correct(args, _require_one_dtype(args, out))
-
-
 def _require_one_dtype_of_all(args, out):
     """The same for a product, where whole numbers too are refused beside other numbers."""
     return _refuse_dtypes(_tensors(args), out)
@@ -120,30 +117,35 @@ def _contiguous(args, out):
     return out.contiguous()
 
 
-def _mean_loss_backward(args, out):
-    """It has the input's dtype, where PyTorch's fake has the widest one."""
-    return out.to(args[1].dtype).contiguous()
+def _all_contiguous(args, out):
+    return tuple([part.contiguous() for part in out])
 
 
-def _norm(position: int, mixed: Callable = lambda args, out: out) -> Callable:
-    """A norm whose first tensor from ``position`` on has the input's dtype or float32.
+def _in_the_dtype_of(position: int) -> Callable:
+    """The result has the dtype of this argument, where PyTorch's fake has the widest one."""
+    return lambda args, out: out.to(args[position].dtype)
 
-    ``mixed`` corrects the float32 case.
+
+def _norm(position: int, *mixed: Callable) -> Callable:
+    """A norm whose first tensor from ``position`` on has the input's dtype or float32. ``mixed``
+    corrects what it returns where the two dtypes differ.
     """
 
     def correct(args, out):
         weight = next((a for a in args[position:] if isinstance(a, torch.Tensor)), None)
         if weight is None or weight.dtype == args[0].dtype:
             return out
-        return mixed(
-            args,
-            out if weight.dtype == torch.float32 else _require_one_dtype((args[0], weight), out),
-        )
+        if weight.dtype != torch.float32:
+            _require_one_dtype((args[0], weight), out)
+        for correction in mixed:
+            out = correction(args, out)
+        return out
 
     return correct
 
 
 def _with_float32_statistics(args, out):
+    """Mean and 1/std."""
     return out[0], out[1].to(torch.float32), out[2].to(torch.float32)
 
 
@@ -162,57 +164,6 @@ def _loss_reduced_in_place(position: int) -> Callable:
     return correct
 
 
-def lstm_workspace(seq: int, batch: int, inputs: int, hidden: int) -> int:
-    """Bytes that oneDNN's LSTM keeps for backward, for one layer and direction in float32.
-
-    It follows oneDNN's src/cpu/rnn/rnn_utils.cpp: gates, one more hidden state, and five kinds of
-    states for each of ``seq`` steps and the one before them, below and above the layer. Each begins
-    on a new page, and most have padded rows.
-    """
-
-    def row(n: int) -> int:
-        n = -(-n // 16) * 16  # floats in whole cache lines, but no multiple of 256
-        return n + 16 if n % 256 == 0 else n
-
-    def pages(floats: int) -> int:
-        return -(-4 * floats // PAGE) * PAGE
-
-    states = 2 * (seq + 1) * batch
-    return (
-        pages(seq * batch * row(4 * hidden))
-        + pages(seq * batch * row(hidden))
-        + 3 * pages(states * row(max(inputs, hidden)))
-        + 2 * pages(states * hidden)
-    )
-
-
-def _lstm(args, out):
-    """With gradients on, oneDNN's LSTM also returns its workspace.
-
-    PyTorch's fake does not know the workspace's size.
-    """
-    x, hidden = args[0], args[10]
-    if not torch.is_grad_enabled():
-        return out
-    if x.dtype != torch.float32 or not _lstm_formula_is_exact():
-        raise CannotTrace(
-            f"the CPU's nn.LSTM in {x.dtype} keeps a workspace whose size only its kernel knows: "
-            "predict it in float32, or measure one real step with MemoryTracker"
-        )
-    nbytes = lstm_workspace(*x.shape[:2], x.shape[2], hidden)
-    return (*out[:3], x.new_empty(nbytes, dtype=torch.uint8))
-
-
-@cache
-def _lstm_formula_is_exact() -> bool:
-    """Whether ``lstm_workspace`` is right for this machine's oneDNN: tries small real
-    LSTMs, once.
-    """
-    with without_modes():
-        sizes = (3, 5, 70, 40), (40, 3, 8, 64)
-        return all(operators.lstm_workspace(*size) == lstm_workspace(*size) for size in sizes)
-
-
 def _embedding_bag(args, out):
     """``embedding_bag`` numbers its bags in tensors that it then shortens, and their storages keep
     their sizes.
@@ -221,62 +172,63 @@ def _embedding_bag(args, out):
     return out[0], bags[:-1] if out[1].numel() else out[1], sizes[: out[2].numel()], out[3]
 
 
-def _refuse_cudnn_rnn(args, out):
+def _refuse_lstm(args, out):
     raise CannotTrace(
-        "cuDNN keeps a workspace for nn.LSTM, nn.GRU and nn.RNN whose size only the card's "
-        "library knows: measure one real step with MemoryTracker on the card, or predict "
-        "target='cpu'"
+        "nn.LSTM keeps a workspace for backward whose size only oneDNN, or cuDNN on a card, knows: "
+        "measure one real step with MemoryTracker"
     )
 
 
-_EVERYWHERE: dict[object, Callable] = {
-    aten.view.default: _view,
-    aten.masked_fill.Scalar: _masked_fill,
-    aten.masked_fill_.Scalar: _masked_fill,
-    aten.native_layer_norm_backward.default: _layer_norm_backward,
-    aten.native_group_norm_backward.default: _group_norm_backward,
-    aten.col2im.default: _col2im,
+def _window(args, out):
+    """A periodic window, for spectrograms, is a longer symmetric one without its last number."""
+    return out.new_empty(len(out) + (len(out) > 1))[: len(out)]
+
+
+CPU, CARD = ("cpu",), ("cuda",)
+BOTH = CPU + CARD
+_WINDOWS = ("hann", "hamming", "blackman", "bartlett", "kaiser")
+# An operator, the targets whose kernels differ from PyTorch's fake, and what corrects its result,
+# one after the other: each takes the operator's arguments and the result so far, and returns the
+# kernel's, or raises ``CannotTrace`` if it cannot be known. An operator may have several rows.
+ROWS: list[tuple] = [
+    *[(op, BOTH, _require_one_dtype) for op in operators.ops_of_one_dtype],
+    *[(op, BOTH, _require_one_dtype_of_all) for op in operators.products],
+    *[(getattr(aten, f"{name}_window").default, BOTH, _window) for name in _WINDOWS],
+    (aten.view.default, BOTH, _view),
+    (aten.masked_fill.Scalar, BOTH, _masked_fill),
+    (aten.masked_fill_.Scalar, BOTH, _masked_fill),
+    (aten.col2im.default, BOTH, _col2im),
     # DDP waits for it: fake groups give none
-    all_reduce: lambda args, out: finished_all_reduce(args[0]),
-    aten.native_group_norm.default: _norm(1),
-    aten.native_batch_norm.default: _norm(1),
-    operators.log_softmax_backward: _contiguous,
-} | dict.fromkeys(operators.ops_of_one_dtype, _require_one_dtype)
-_EVERYWHERE |= dict.fromkeys(operators.products, _require_one_dtype_of_all)
-# Periodic windows, for spectrograms, are the longer symmetric ones without their last number.
-_WINDOWS = [
-    getattr(aten, f"{n}_window") for n in ("hann", "hamming", "blackman", "bartlett", "kaiser")
+    (all_reduce, BOTH, lambda args, out: finished_all_reduce(args[0])),
+    (operators.lstm_layer, BOTH, _refuse_lstm),
+    (operators.embedding_bag, CPU, _embedding_bag),
+    (aten.native_layer_norm.default, CPU, _norm(2, _with_float32_statistics)),
+    (aten.native_layer_norm.default, CARD, _norm(2), _with_float32_statistics),
+    (aten.native_layer_norm_backward.default, BOTH, _layer_norm_backward),
+    (aten.native_group_norm.default, CPU, _norm(1, _with_float32_statistics)),
+    (aten.native_group_norm.default, CARD, _norm(1)),
+    (aten.native_group_norm_backward.default, BOTH, _group_norm_backward),
+    (aten.native_batch_norm.default, CPU, _norm(1, _with_float32_statistics), _in_the_layout_of(0)),
+    (aten.native_batch_norm.default, CARD, _norm(1)),
+    (aten.native_batch_norm_backward.default, CPU, _in_the_layout_of(1)),
+    (operators.log_softmax_backward, BOTH, _contiguous),
+    (aten.log_sigmoid_forward.default, CPU, _all_contiguous),
+    (aten.mse_loss.default, CPU, _loss_reduced_in_place(2)),
+    (aten.smooth_l1_loss.default, CPU, _loss_reduced_in_place(2)),
+    (aten.soft_margin_loss.default, CPU, _in_the_dtype_of(0), _loss_reduced_in_place(2)),
+    (aten.binary_cross_entropy.default, CPU, _require_one_dtype, _loss_reduced_in_place(3)),
+    (aten.mse_loss_backward.default, CPU, _in_the_dtype_of(1), _contiguous),
+    (aten.smooth_l1_loss_backward.default, CPU, _in_the_dtype_of(1), _contiguous),
+    (aten.huber_loss_backward.default, CPU, _in_the_dtype_of(1), _contiguous),
+    (aten.soft_margin_loss_backward.default, CPU, _in_the_dtype_of(1)),
 ]
-_EVERYWHERE |= {
-    of.default: lambda _, w: w.new_empty(len(w) + (len(w) > 1))[: len(w)] for of in _WINDOWS
-}
-_ON_CPU = _EVERYWHERE | {
-    aten.native_layer_norm.default: _norm(2, _with_float32_statistics),  # mean and 1/std
-    aten.native_group_norm.default: _norm(1, _with_float32_statistics),
-    aten.native_batch_norm.default: _batch_norm,
-    aten.native_batch_norm_backward.default: lambda args, out: _in_the_layout_of(args[1], out),
-    operators.lstm_layer: _lstm,
-    operators.embedding_bag: _embedding_bag,
-    aten.log_sigmoid_forward.default: lambda args, out: tuple(_contiguous(args, t) for t in out),
-    aten.mse_loss.default: _loss_reduced_in_place(2),
-    aten.smooth_l1_loss.default: _loss_reduced_in_place(2),
-    aten.soft_margin_loss.default: lambda args, out: _loss_reduced_in_place(2)(
-        args, out.to(args[0].dtype)
-    ),
-    aten.binary_cross_entropy.default: lambda args, out: _loss_reduced_in_place(3)(
-        args, _require_one_dtype(args, out)
-    ),
-    aten.mse_loss_backward.default: _mean_loss_backward,
-    aten.smooth_l1_loss_backward.default: _mean_loss_backward,
-    aten.huber_loss_backward.default: _mean_loss_backward,
-    aten.soft_margin_loss_backward.default: lambda args, out: out.to(args[1].dtype),
-}
-for _op in operators.ops_of_one_dtype:
-    _ON_CPU[_op] = _with_one_dtype(_ON_CPU[_op])
-_ON_CARD = _EVERYWHERE | dict.fromkeys(operators.recurrent, _refuse_cudnn_rnn)
-_ON_CARD[aten.native_layer_norm.default] = lambda args, out: _with_float32_statistics(
-    args, _norm(2)(args, out)
-)
-# By target and operator: functions that take the arguments and PyTorch's fake result, and return
-# the result of the target's kernel. They raise ``CannotTrace`` if it cannot be known.
-BY_TARGET: dict[str, dict[object, Callable]] = {"cpu": _ON_CPU, "cuda": _ON_CARD}
+
+
+@cache
+def by_target(target: str | None) -> dict[object, list[Callable]]:
+    """The corrections for a target, by operator; none for ``None``."""
+    found: dict[object, list[Callable]] = {}
+    for operator, targets, *corrections in ROWS:
+        if target in targets:
+            found.setdefault(operator, []).extend(corrections)
+    return found

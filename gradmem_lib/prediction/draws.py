@@ -17,25 +17,9 @@ from .question import CannotTrace
 # Words of 32 bits in the state of a Mersenne Twister, the generator of Python and of numpy. The
 # next 624 outputs come from them, one from each.
 WORDS = 624
-# From 1 on, since a state of zeros alone gives zeros for ever.
-LOWEST = list(range(1, WORDS + 1))
-HIGHEST = list(range(2**32 - 1, 2**32 - 1 - WORDS, -1))
-
-
-def _word_for(output: int) -> int:
-    """The word of a state that the generator turns into ``output``.
-
-    It inverts the four steps of MT19937's tempering (Matsumoto and Nishimura 1998, equations 2.2
-    to 2.5), the last one first.
-    """
-    word = output ^ (output >> 18)
-    word ^= (word << 15) & 0xEFC60000
-    lower = word
-    for _ in range(4):  # each round makes 7 more of the lower bits right
-        lower = word ^ ((lower << 7) & 0x9D2C5680)
-    word = lower & 0xFFFFFFFF
-    upper = word ^ (word >> 11)
-    return word ^ (upper >> 11)
+# The words from which it makes 1 (with 0, all that follows is 0) and 2**32 - 1: its tempering
+# (Matsumoto and Nishimura 1998, equations 2.2 to 2.5) inverted.
+LOWEST, HIGHEST = 0x102244C9, 0x12DD9BB3
 
 
 @contextmanager
@@ -60,9 +44,9 @@ def restored_generators() -> Iterator[Callable[[], bool]]:
         np.random.set_state((kind, words, *rest))
 
 
-def _set_next(outputs: list[int]) -> None:
-    """Let both generators return ``outputs`` next."""
-    words = [_word_for(output) for output in outputs]
+def _set_next(word: int) -> None:
+    """Let both generators return what they make of ``word`` next."""
+    words = [word] * WORDS
     # 3 is the version of Python's state. 0: the next output is the first word's. None: no second
     # number of a pair of normal numbers waits.
     random.setstate((3, (*words, 0), None))
@@ -77,12 +61,12 @@ class _Attempt(NamedTuple):
     has_drawn: bool
 
 
-def _attempt(trace: Callable, outputs: list[int] | None = None) -> _Attempt:
-    """Run ``trace`` where ``outputs`` are drawn next, or whatever comes next."""
+def _attempt(trace: Callable, word: int | None = None) -> _Attempt:
+    """Run ``trace`` where the numbers of ``word`` are drawn next, or whatever comes next."""
     found, error = None, None
     with restored_generators() as were_used:
-        if outputs is not None:
-            _set_next(outputs)
+        if word is not None:
+            _set_next(word)
         try:
             found = trace()
         except Exception as raised:  # as of a model whose layers are all left out
@@ -106,8 +90,8 @@ def same_for_all_draws(trace: Callable, same: Callable, name: str) -> Any:
     """
     first = _attempt(trace)
     if first.has_drawn:
-        for outputs in (LOWEST, HIGHEST):
-            if _end_alike(first, _attempt(trace, outputs), same):
+        for word in (LOWEST, HIGHEST):
+            if _end_alike(first, _attempt(trace, word), same):
                 continue
             raise CannotTrace(
                 f"a step of {name} decides by numbers of Python's random module or numpy.random "

@@ -60,8 +60,6 @@ def _settings() -> tuple:
     )
 
 
-# Operators that return a part of a tensor, or a view in another shape, whatever its values are.
-_PARTS = {torch.ops.aten.slice.Tensor, torch.ops.aten.as_strided.default}
 UNIFORM = "random numbers from 0 to below 1"
 
 
@@ -83,15 +81,6 @@ def _comparison(compare: Callable[[float, float], bool]) -> Callable:
     return known
 
 
-def _is_not_finite(mode: "QuickFakeMode", args: tuple) -> bool | None:
-    return False if storage_key(args[0].untyped_storage()) in mode.parameters else None
-
-
-def _any(mode: "QuickFakeMode", args: tuple) -> bool | None:
-    known = mode.known.get(args[0])
-    return known if isinstance(known, bool) else None
-
-
 def _are_true(mode: "QuickFakeMode", args: tuple) -> bool:
     """Whether the arguments of a distribution are valid: those of a training that works are."""
     return True
@@ -104,9 +93,6 @@ _KNOWN_VALUES: dict[Any, Callable] = {
     _aten.ge.Scalar: _comparison(operator.ge),
     _aten.lt.Scalar: _comparison(operator.lt),
     _aten.le.Scalar: _comparison(operator.le),
-    _aten.isinf.default: _is_not_finite,
-    _aten.isnan.default: _is_not_finite,
-    _aten.any.default: _any,
     operators.all_are_true: _are_true,
 }
 
@@ -130,11 +116,10 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
 
     def __init__(self, target: str | None = None):
         super().__init__(allow_non_fake_inputs=True)
-        self._corrections = corrections.BY_TARGET.get(target, {})
+        self._corrections = corrections.by_target(target)
         self.value: float | None = None
         # What is known of tensors without their values: UNIFORM, or the one value in them.
         self.known: MutableMapping[Tensor, Any] = WeakTensorKeyDictionary()
-        self.parameters: set[int] = set()
         self._fake_attributes: dict[torch.device, dict] = {}
         self._answers = answers_by_settings.setdefault((target, _settings()), {})
         if len(self._answers) > MAX_ANSWERS:
@@ -149,8 +134,6 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
                 return value
         if func in _MAY_TELL_VALUES:
             return self._compute_known(func, types, args, kwargs or {})
-        if func in _PARTS and not kwargs and self._has_only_a_shape(args[0]):
-            return self._part(func, args)
         key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
@@ -158,8 +141,8 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             return func(*args, **kwargs or {})  # a profiler's mark, without tensors
         out = self._compute(func, types, args, kwargs or {})
         self._refuse(func, args, out)
-        if func in self._corrections:
-            out = self._corrections[func](args, out)
+        for correct in self._corrections.get(func, ()):
+            out = correct(args, out)
         if key is not None:
             self._remember(key, func, args, out)
         return out
@@ -191,11 +174,6 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         real_tensor = Tensor in map(type, args) and func is not torch.ops.aten.lift_fresh.default
         if real_tensor and any(r.alias_info is not None for r in operators.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
-
-    def know_parameters(self, model: torch.nn.Module) -> None:
-        """Weights of a training that works are finite, so a check of them for ``inf`` is known."""
-        for parameter in model.parameters():
-            self.parameters.add(storage_key(parameter.untyped_storage()))
 
     def _range(self, func, types, args, kwargs) -> FakeTensor:
         """A range. A short one has its numbers, which a module or a loss may read."""
@@ -248,16 +226,6 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             a.bfloat16() if type(a) is FakeTensor and a.is_floating_point() else a for a in args
         ]
         return super().__torch_dispatch__(func, types, narrow, kwargs).to(args[0].dtype)
-
-    def _part(self, func, args) -> FakeTensor:
-        """A part of a tensor, by PyTorch's own code for tensors without memory.
-
-        A loss in chunks takes hundreds of parts, each of them once: a cache would not help.
-        """
-        whole = args[0]
-        inside = torch.empty(0, dtype=whole.dtype, device="meta")
-        inside.set_(whole.untyped_storage(), whole.storage_offset(), whole.shape, whole.stride())
-        return self.fake(func(inside, *args[1:]), whole.fake_device)
 
     def _key(self, func, args, kwargs) -> tuple | None:
         """A key of all that the result depends on.

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..measure.timeline import BY, PHASE, TOTAL
-from ..model.layers import find_layers
+from ..model.layers import find_layers, layers_in
 from ..names import ACTIVATIONS, OPTIMIZER_STEP
 from ..techniques import checkpointing
 from ..training.recipe import Recipe
@@ -36,7 +36,7 @@ def fit(
             "fit chooses checkpoints: give a recipe without checkpointing and every_n_layers"
         )
     source = source_of(model_or_config)
-    n = sum(len(layers) for layers, _ in find_layers(source.skeleton, recipe.layers).values())
+    n = len(layers_in(find_layers(source.skeleton, recipe.layers)))
     recipes = [replace(recipe, checkpointing=f"first-{k}" if k else None) for k in range(n + 1)]
     peaks: dict[int, int] = {}
     fixed = 0  # bytes that no checkpoint removes

@@ -21,20 +21,14 @@ class Loop:
             ``"loss"`` (as in ``loss = model(**batch).loss``: 4 bytes), or ``"outputs"`` (as in
             ``outputs = model(**batch)``: logits, and keys and values if the cache is on).
         clips: the norm of the gradients is clipped before the optimizer's step.
-        shifted_logits: the loss is that of transformers before 4.45: logits are copied to float32,
-            and copied again without the last token.
     """
 
     zero_grad: str = "after step"
     keeps: str | None = None
     clips: bool = False
-    shifted_logits: bool = False
 
     def __post_init__(self) -> None:
         check_choice("zero_grad", self.zero_grad, ZERO_GRAD)
         check_choice("keeps", self.keeps, (None, *LOOP_KEEPS))
-        for switch in ("clips", "shifted_logits"):
-            if not isinstance(getattr(self, switch), bool):
-                raise ValueError(
-                    f"{switch}={getattr(self, switch)!r}: it is a switch, give True or False"
-                )
+        if not isinstance(self.clips, bool):
+            raise ValueError(f"clips={self.clips!r}: it is a switch, give True or False")

@@ -6,7 +6,6 @@ does the same operations. So two short traces, of three and of four layers, are 
 the trace of all layers, event by event, where they prove it (see ``extrapolation.py``).
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from ..compat.compiled import is_compiled
 from ..compat.trees import tree_leaves
 from ..display import pictures
 from ..measure.timeline import BY, PHASE, TOTAL, MemorySnapshot, Timeline
-from ..model.configs import find_model, skeleton, stretched
+from ..model.configs import find_model, skeleton
 from ..model.inputs import most_positions
 from ..names import CATEGORIES, PHASES, check_choice
 from ..techniques.losses import packed_by_position
@@ -142,7 +141,6 @@ def predict(
     ranks: int | None = None,
     rank: int = 0,
     loop: Loop | None = None,
-    rope_factor: float | None = None,
 ) -> Prediction:
     """The memory of one training step with ``recipe``, to the byte, without allocating the model.
 
@@ -172,8 +170,6 @@ def predict(
             for one of them, ``rank``, and ``batch_size`` is the rows of that rank's step.
         loop: the order of the training loop (``zero_grad``, what a variable keeps, clipping).
             ``None``: that of ``Recipe``'s own step.
-        rope_factor: RoPE scaling, for a config: the model takes so many times as many tokens in a
-            row as the config says.
 
     Raises ``ValueError`` for settings that cannot be combined or a model that is not found, and
     ``CannotTrace``, which names the operation, if the model's operations depend on values.
@@ -198,13 +194,13 @@ def predict(
             "none: name a precision, such as Recipe(precision='bf16'), or give the module (under "
             "torch.device('meta') it costs no memory)"
         )
-    source = source_of(model_or_config, rope_factor)
+    source = source_of(model_or_config)
     if isinstance(batch, Mapping):
         batch = packed_by_position(dict(batch))
     _check_ranks(recipe, ranks, rank)
     batch_size, seq_len = _checked_sizes(source, recipe, batch, batch_size, seq_len)
     loop = Loop() if loop is None else loop
-    check_loop(loop, source.skeleton, batch, loss, recipe)
+    check_loop(loop, recipe)
     question = Question(
         source, recipe, batch_size, seq_len, target, batch, loss, ranks or 1, rank, loop
     )
@@ -260,18 +256,13 @@ def _checked_sizes(
     if positions and seq_len > positions:
         raise ValueError(
             f"seq_len={seq_len:,} is beyond the {positions:,} positions of this model: shorten the "
-            "sequences, or, if its positions are rotary, predict it with RoPE scaling: "
-            f"rope_factor={math.ceil(seq_len / positions)}"
+            "sequences, or, if its positions are rotary, set max_position_embeddings in its config "
+            "as you will for RoPE scaling, which needs no more bytes"
         )
     return batch_size, seq_len
 
 
-def source_of(model_or_config: Any, rope_factor: float | None = None) -> Source:
-    if rope_factor is not None and isinstance(model_or_config, (nn.Module, Source)):
-        raise ValueError(
-            f"rope_factor={rope_factor} stretches the positions of a config, and a module was "
-            "given: build the module with RoPE scaling, and leave it out"
-        )
+def source_of(model_or_config: Any) -> Source:
     if isinstance(model_or_config, Source):
         return model_or_config
     if isinstance(model_or_config, nn.Module):
@@ -282,8 +273,6 @@ def source_of(model_or_config: Any, rope_factor: float | None = None) -> Source:
             )
         return Source(model_or_config, type(model_or_config).__name__, is_user_module=True)
     config, title = find_model(model_or_config)
-    if rope_factor is not None:
-        config = stretched(config, rope_factor)
     return Source(skeleton(config), title, is_user_module=False)
 
 

@@ -159,24 +159,27 @@ def _named(trace: Trace, naming: Naming) -> list[Request] | None:
     ``None`` if a layer frees a block of a layer that is far from it.
     """
     places = filled_places(trace.places)[:, [PART, LIST, UNIT]].tolist()
-    at_once = _samples_that_free_every_unit(trace, places, naming.units_kept)
     homes: list[tuple[int, int, int]] = []  # part, list and unit of each block
-    # Of each block that is freed: the part in which it is, and by which list and unit.
-    freed_in: dict[int, tuple[int, int, int]] = {}
+    frees: list[tuple[int, int]] = []  # sample, and the number of the block
     for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
         part, *place = places[sample]
-        if request >= 0:
-            # What exists before the step is made outside of layers: its name tells the layer.
-            if place[0] == NOWHERE[0]:
-                place = by_name
-            homes.append((part, *place))
-        else:
-            number = -1 - request
-            _, *home = homes[number]
-            # As if each unit freed its own: a deeper model frees those of more units.
-            if sample in at_once and home[0] != NOWHERE[0]:
-                place = home
-            freed_in[number] = part, *place
+        if request < 0:
+            frees.append((sample, -1 - request))
+            continue
+        # What exists before the step is made outside of layers: its name tells the layer.
+        if place[0] == NOWHERE[0]:
+            place = by_name
+        homes.append((part, *place))
+    at_once = _samples_that_free_every_unit(frees, homes, places, naming.units_kept)
+    # Of each block that is freed: the part in which it is, and by which list and unit.
+    freed_in: dict[int, tuple[int, int, int]] = {}
+    for sample, number in frees:
+        part, *place = places[sample]
+        _, *home = homes[number]
+        # As if each unit freed its own: a deeper model frees those of more units.
+        if sample in at_once and home[0] != NOWHERE[0]:
+            place = home
+        freed_in[number] = part, *place
     ends = freed_in if naming.by_end else {}
     blocks = _blocks(homes, ends)
     makers: list[tuple[int, int, int, Block]] = []  # size, list, unit, block
@@ -216,7 +219,10 @@ def _blocks(
 
 
 def _samples_that_free_every_unit(
-    trace: Trace, places: list[list[int]], units_kept: int
+    frees: list[tuple[int, int]],
+    homes: list[tuple[int, int, int]],
+    places: list[list[int]],
+    units_kept: int,
 ) -> set[int]:
     """The samples outside of layers that free blocks of every unit of some list but ``units_kept``,
     as where all gradients are freed at once. FSDP so frees what it has sent, except for the unit
@@ -224,20 +230,13 @@ def _samples_that_free_every_unit(
 
     ``places``: for each sample the part of the step, the list and the unit.
     """
-    homes: list[tuple[int, int]] = []  # list and unit of each block
     freed: dict[tuple[int, int], set[int]] = {}  # units by (sample, list)
-    for request, (sample, *by_name) in zip(trace.requests, trace.request_places, strict=True):
-        _, layers, unit = places[sample]
-        is_outside = layers == NOWHERE[0]
-        if request >= 0:
-            if is_outside:  # what exists before the step: its name tells the layer
-                layers, unit = by_name
-            homes.append((layers, unit))
-        elif is_outside:
-            layers, unit = homes[-1 - request]
+    for sample, number in frees:
+        if places[sample][1] == NOWHERE[0]:  # outside of layers
+            _, layers, unit = homes[number]
             freed.setdefault((sample, layers), set()).add(unit)
     num_units: dict[int, int] = {}
-    for layers, unit in homes:
+    for _, layers, unit in homes:
         num_units[layers] = max(num_units.get(layers, 0), unit + 1)
     found = set()
     for (sample, layers), units in freed.items():

@@ -3,13 +3,10 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from ..model.classes import predicts_next_token
-from ..model.wrappers import inside_peft
 from ..training.recipe import Recipe
 from ..training.step import loss_of
 from .loop import Loop
@@ -54,25 +51,14 @@ class RunningLoop:
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         if self.user_loss is not None:
             value = self.user_loss(model, batch)
-        elif self.loop.shifted_logits:
-            value = self._loss_of_shifted_logits(model, batch)
         else:
             value = loss_of(model, batch, self.recipe)
         if self.loop.keeps == "loss":
             self._kept = value
         return value
 
-    def _loss_of_shifted_logits(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs = dict(batch)
-        labels = inputs.pop("labels")  # (rows, tokens)
-        logits = model(**inputs).logits.float()  # (rows, tokens, vocabulary)
-        if self.loop.keeps == "outputs":
-            self._kept = logits
-        shifted = logits[:, :-1].contiguous()
-        return F.cross_entropy(shifted.flatten(0, 1), labels[:, 1:].contiguous().flatten())
 
-
-def check_loop(loop: Loop, model: nn.Module, batch: Any, loss: Any, recipe: Recipe) -> None:
+def check_loop(loop: Loop, recipe: Recipe) -> None:
     """Raise ``ValueError`` for a loop that this step cannot have."""
     if not isinstance(loop, Loop):
         raise TypeError(
@@ -83,13 +69,4 @@ def check_loop(loop: Loop, model: nn.Module, batch: Any, loss: Any, recipe: Reci
             "in_backward=True steps and frees each gradient during backward, so that none is left "
             f"to clip or to keep, and the loop has clips={loop.clips}, "
             f"zero_grad={loop.zero_grad!r}: leave these out"
-        )
-    if not loop.shifted_logits:
-        return
-    inside = inside_peft(model)
-    has_labels = batch is None or (isinstance(batch, dict) and batch.get("labels") is not None)
-    if loss is not None or recipe.chunked_loss or not has_labels or not predicts_next_token(inside):
-        raise ValueError(
-            "shifted_logits=True is the loss of a transformers causal language model on whole "
-            "logits: give such a model, labels in the batch, and neither loss= nor chunked_loss"
         )

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..model.layers import find_layers
+from ..model.layers import find_layers, layers_in
 from ..model.linear import linear_layers, linear_sizes
 from ..names import SELECTIVE
 from ..techniques.schedules import first_layers, segments_for
@@ -226,7 +226,7 @@ def _shortenings_of_first_layers(question: Question) -> Iterator[list[Kept]]:
     if _needs_all_layers(question):
         return
     found = find_layers(question.source.skeleton, question.recipe.layers)
-    all_layers = sum(len(layers) for layers, _ in found.values())
+    all_layers = len(layers_in(found))
     if not 0 < first_layers(question.recipe.checkpointing) < all_layers:
         return  # there is one kind of layers
     most_work = SHARED_BY * all_layers  # in layers: several recipes share the traces
@@ -294,8 +294,8 @@ def _repeated_units(question: Question) -> list[Kept]:
 
 
 def _needs_all_layers(question: Question) -> bool:
-    """Whether the recipe names single layers, or sharding does something with a layer that depends
-    on how many layers there are.
+    """Whether the recipe names single layers, or what sharding does with a layer depends on how
+    many layers there are.
     """
     recipe = question.recipe
     if not all(isinstance(name, str) for name in recipe.layers):

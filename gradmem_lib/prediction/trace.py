@@ -33,10 +33,8 @@ from ..training.step import (
     step,
 )
 from . import cuda_kernels, fakes
-from .caches import without_new_entries
 from .changed_views import ChangedViews
 from .chunks import FewChunks
-from .closures import variables_put_back
 from .copies import fake_batch, fake_copy, missing_graph_error
 from .draws import restored_generators, same_for_all_draws
 from .extrapolation import LeftOut, Trace, has_equal_chunks
@@ -45,6 +43,7 @@ from .loop import Loop
 from .question import CannotTrace, Question
 from .recorders import recorder_class
 from .running_loop import RunningLoop
+from .surroundings import left_alone
 
 
 def traced(
@@ -188,8 +187,7 @@ class _FakeStep:
         source = self.question.source
         with self._exit_stack as stack:
             if source.is_user_module:
-                stack.enter_context(without_new_entries(source.skeleton))
-                stack.enter_context(variables_put_back(source.skeleton))
+                stack.enter_context(left_alone(source.skeleton))
             self._enter(stack)
             self._exit_stack = stack.pop_all()
         return self
@@ -214,7 +212,6 @@ class _FakeStep:
         for one in question.kept:
             keep[one.several.layers] += one.count
         model = fake_copy(source.skeleton, keep, self.without_graph)
-        self.mode.know_parameters(model)
         self.lists = self._kept_layers(model)
         modes = {module: module.training for module in model.modules()}
         cache = getattr(getattr(model, "config", None), "use_cache", None)

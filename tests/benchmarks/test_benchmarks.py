@@ -9,7 +9,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,8 +17,13 @@ import torch
 import transformers
 from support.nightly import ALL, each
 from support.paths import ROOT
+from transformers import LlamaConfig
 
+from gradmem_lib.measure.tracker import MemoryTracker
+from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.names import OPTIMIZERS, PRECISIONS
+from gradmem_lib.training.recipe import Recipe
+from gradmem_lib.training.step import step
 
 # Whatever a plain checkout on a machine with torch and transformers may lack.
 BARE = """
@@ -83,7 +87,7 @@ def test_enough_cases_of_every_kind(gpu):
     assert {r.precision for r in recipes} == set(PRECISIONS) and {
         r.optimizer for r in recipes
     } == set(OPTIMIZERS)
-    assert len({r.checkpointing for r in recipes}) >= 4 and any(case.rows is None for case in cases)
+    assert len({r.checkpointing for r in recipes}) >= 4
     for case in cases:
         config = gpu.config_of(case.model, tiny=False)
         limit = getattr(config, "max_position_embeddings", None)
@@ -102,27 +106,48 @@ def written() -> dict[Path, int]:
 
 
 def test_dry_runs_from_a_plain_checkout_are_as_predicted_and_write_nothing(tmp_path):
-    """Every night with every case of the fine-tuning. Otherwise there is no time for any of them:
-    whatever it imports is there.
-    """
     before = written()
     only = each(2, ["vit 32x", "llama-7b", "qwen3 8x1024", "gqa 4x1024", "adamw-8bit"])
     dry = "--dry-run"
     printed = from_a_plain_checkout(
         tmp_path,
         ["gpu_predict.py", dry, "--only", *only],
-        ["gpu_finetune.py", dry, "--seconds", "600" if ALL else "0"],
         ["optimizers.py", dry, "--steps", "1"],
         ["recompute_or_move.py", dry, "--rounds", "1", "--settings", "chain", "full"],
     )
     measured = 6 if ALL else 3
     assert f"{measured} measured, 0 left out, 0 failed" in printed
     assert f"0 of {measured} not as predicted, to the byte" in printed
-    assert f"Dry run: {24 if ALL else 0} lines, 0 failed, 0 not as predicted" in printed
     assert printed.count(" states ") == 10 and "muon" in printed
     assert printed.count("time / none") == 9 + 11
     assert written() == before
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_quantized_model_is_built_from_never_was_larger(gpu):
+    """No matrix of the base in 16 bits at any time, and a loss that is a number."""
+    recipe = Recipe(precision="bf16", lora_rank=16, quantized_base=True, chunked_loss=True)
+    config = LlamaConfig(**gpu.TINY, tie_word_embeddings=True)
+    with MemoryTracker(live=False) as tracker:
+        run = gpu.built(config, recipe, "cpu")
+    assert run.model.lm_head.weight is run.model.model.embed_tokens.weight
+    kept = sum({p.untyped_storage().data_ptr(): p.nbytes for p in run.model.parameters()}.values())
+    assert tracker.peak.total < 1.1 * kept + 4096
+    batch = example_batch(run.model, 4, 16)
+    assert torch.isfinite(step(run.model, run.optimizer, batch, recipe))
+    run.undo.close()
+
+
+def test_an_error_is_a_result(gpu):
+    case, config = gpu.Case("llama", 2, 16), LlamaConfig(**gpu.TINY)
+    place = gpu.DryRun()
+    found = gpu.outcome(lambda: gpu.trained(case, config, place, deadline=0.0))
+    assert "left out" in found
+
+    def breaks():
+        raise ValueError("no such thing\nat all")
+
+    assert gpu.outcome(breaks) == {"error": "ValueError: no such thing"}
 
 
 MEASURED = {"allocated": 1010, "reserved": 2500, "between steps": 10}
@@ -132,11 +157,11 @@ def run_pretended(gpu, monkeypatch, *arguments, total=2**40, first=None) -> int:
     """On a card of ``total`` bytes whose allocator counts one part in a hundred more than
     predicted. ``first``: what the first case finds instead.
     """
-    place = SimpleNamespace(tiny=True, target="cpu", total=total, left=lambda: 10)
+    place = SimpleNamespace(tiny=True, target="cpu", total=total)
+    place.left, place.clear = lambda: 10, lambda: None
     found = iter([first or MEASURED])
     monkeypatch.setattr(gpu, "place_of", lambda dry: place)
-    monkeypatch.setattr(gpu, "tried", lambda place, ask, deadline: next(found, MEASURED))
-    monkeypatch.setattr(gpu, "with_rows", lambda case, config, place: replace(case, rows=3))
+    monkeypatch.setattr(gpu, "trained", lambda *asked: next(found, MEASURED))
 
     def predicted(case, config, place):
         return {"tensors": 1000, "allocated": 1000 + case.rows, "reserved": 2000}
@@ -174,18 +199,6 @@ def test_what_does_not_fit_is_left_out_and_time_is_kept(gpu, monkeypatch, tmp_pa
     assert f"{len(cases)} of {len(cases)} cases were not begun" in capsys.readouterr().out
 
 
-def test_rows_fill_the_card_and_no_more(gpu, monkeypatch):
-    class Found:
-        def __init__(self, rows):
-            self.peak = self
-            self.total = max(1000, 100 + 30 * rows)  # the optimizer's step, or activations
-
-    monkeypatch.setattr(gpu, "predict", lambda config, *, batch_size, **ask: Found(batch_size))
-    place = SimpleNamespace(target="cpu", total=10_000)
-    rows = gpu.with_rows(gpu.Case("llama", None, 128), None, place).rows
-    assert 0.95 * gpu.FILL * place.total < Found(rows).total <= gpu.FILL * place.total
-
-
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed here")
 @pytest.mark.parametrize(
     "own", [True, False], ids=["recent torch of one's own", "the course's environment"]
@@ -220,7 +233,7 @@ def test_make_gpu_takes_a_python_that_has_torch(tmp_path, own):
     assert done.returncode == 0, done.stderr
     calls = [c for c in (tmp_path / "calls").read_text().splitlines() if " -c " not in c]
     python = "mine" if own else ".venv/bin/python"
-    assert calls == [f"{python} benchmarks/gpu_predict.py", f"{python} benchmarks/gpu_finetune.py"]
+    assert calls == [f"{python} benchmarks/gpu_predict.py"]
 
 
 def test_a_figure_is_the_median_of_the_ratios_within_a_round(load):

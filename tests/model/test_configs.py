@@ -234,18 +234,3 @@ def test_whether_there_is_a_way_to_the_hub(url, monkeypatch):
     assert configs._hub_answers() is False
     monkeypatch.delenv("https_proxy")
     assert configs._hub_answers() is False and len(asked) == 2
-
-
-def test_rope_factor_stretches_rotary_positions_and_no_learned_table():
-    config = tiny_config("llama")
-    longer = configs.stretched(config, 2.5)
-    positions = config.max_position_embeddings
-    assert inputs.most_positions(configs.skeleton(longer)) == int(2.5 * positions)
-    assert inputs.most_positions(configs.skeleton(config)) == positions
-    with pytest.raises(ValueError, match="has a learned table of"):
-        configs.stretched(tiny_config("gpt2"), 2)
-    with pytest.raises(ValueError, match="does not limit them"):
-        configs.stretched(tiny_config("t5"), 2)
-    for wrong in (0.5, "2", float("inf")):
-        with pytest.raises(ValueError, match="at least 1"):
-            configs.stretched(config, wrong)

@@ -254,29 +254,6 @@ OTHERS = {
     },
     "fold": (aten.col2im, rand(2, 18, 12), [6, 4], [3, 3], [1, 1], [1, 1], [2, 1]),
     "fold to more": (aten.col2im, rand(1, 3, 2), [9, 9], [1, 1], [1, 1], [0, 0], [8, 9]),
-    **{
-        f"lstm {seq, rows, inputs, hidden} in {'training' if train else 'evaluation'}": (
-            aten.mkldnn_rnn_layer,
-            rand(seq, rows, inputs),
-            rand(4 * hidden, inputs),
-            rand(4 * hidden, hidden),
-            rand(4 * hidden),
-            rand(4 * hidden),
-            rand(rows, hidden),
-            rand(rows, hidden),
-            False,
-            [],
-            2,
-            hidden,
-            1,
-            True,
-            False,
-            False,
-            train,
-        )
-        for seq, rows, inputs, hidden in ((1, 1, 300, 100), (33, 7, 64, 256), (5, 3, 257, 64))
-        for train in (True, False)
-    },
     "mse_loss_backward": (
         aten.mse_loss_backward,
         rand(1),

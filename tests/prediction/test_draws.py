@@ -13,16 +13,18 @@ from gradmem_lib.prediction import draws
 from gradmem_lib.prediction import trace as trace_module
 
 
-@pytest.mark.parametrize("outputs", [draws.LOWEST, draws.HIGHEST], ids=["lowest", "highest"])
-def test_the_generators_return_what_they_were_set_to(outputs):
+@pytest.mark.parametrize(("word", "output"), [(draws.LOWEST, 1), (draws.HIGHEST, 2**32 - 1)])
+def test_the_generators_return_what_they_were_set_to(word, output):
     with draws.restored_generators():
-        draws._set_next(outputs)
-        assert [random.getrandbits(32) for _ in range(100)] == outputs[:100]
+        draws._set_next(word)
+        assert [random.getrandbits(32) for _ in range(100)] == [output] * 100
         drawn = np.random.randint(0, 2**32, size=100, dtype=np.uint32)
-        assert drawn.tolist() == outputs[:100]
-        draws._set_next(outputs)
+        assert drawn.tolist() == [output] * 100
+        draws._set_next(word)
         number = random.random(), np.random.rand()
-    assert all(x < 1e-6 if outputs is draws.LOWEST else x > 1 - 1e-6 for x in number)
+        # it goes on where the whole state is used up, and does not stay where it is
+        assert len({random.getrandbits(32) for _ in range(10_000)}) > 10
+    assert all(x < 1e-6 if word == draws.LOWEST else x > 1 - 1e-6 for x in number)
 
 
 def test_the_numbers_that_fake_collectives_draw_ask_for_no_second_trace(monkeypatch):

@@ -6,7 +6,6 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.nightly import each
 from support.predicted import config
 from torch.nn.utils import clip_grad_norm_
@@ -16,16 +15,6 @@ from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.inputs import example_batch
 
 ROWS, TOKENS = 4, 16
-
-
-def shifted_logits_and_loss(model, batch):
-    """The loss as old scripts write it: from float32 logits that the script itself shifts."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    logits = model(**inputs).logits.float()
-    shifted = logits[:, :-1].contiguous()
-    labels = batch["labels"][:, 1:].contiguous()
-    loss = F.cross_entropy(shifted.view(-1, shifted.shape[-1]), labels.view(-1))
-    return logits, loss
 
 
 def tracked_loop(family: str, loop: Loop) -> MemoryTracker:
@@ -43,11 +32,8 @@ def tracked_loop(family: str, loop: Loop) -> MemoryTracker:
         if loop.zero_grad == "before forward":
             optimizer.zero_grad()
         # what the last step kept lives until the new outputs are there
-        if loop.shifted_logits:
-            outputs, loss = shifted_logits_and_loss(model, batch)
-        else:
-            outputs = model(**batch)
-            loss = outputs.loss
+        outputs = model(**batch)
+        loss = outputs.loss
         if loop.keeps != "outputs":
             outputs = None
         if loop.zero_grad == "before backward":
@@ -79,10 +65,7 @@ LOOPS = [
 ]
 
 
-SHIFTED = [Loop(shifted_logits=True), Loop(shifted_logits=True, keeps="outputs")]
-# Shifted logits are a causal language model's.
 CASES = [(family, loop) for family in ("llama", "bert") for loop in LOOPS]
-CASES += [("llama", loop) for loop in SHIFTED]
 
 
 @pytest.mark.parametrize(("family", "loop"), each(3, CASES), ids=str)
@@ -111,7 +94,6 @@ def peaks(loop: Loop, target: str = "cpu", **recipe):
     [
         (Loop(clips=True), {"in_backward": True}, "none is left to clip"),
         (Loop(zero_grad="before forward"), {"in_backward": True}, "none is left to clip"),
-        (Loop(shifted_logits=True), {"chunked_loss": True}, "whole logits"),
     ],
 )
 def test_a_loop_that_cannot_be_is_refused(loop, recipe, says):
