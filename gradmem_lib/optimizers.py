@@ -55,7 +55,7 @@ class OptimizerSpec:
         words: what it is, in a few words.
         made_by: the class, with the module that has it: of ``torch.optim``, of
             ``transformers.optimization``, or of this library's techniques
-            (``"gradmem_lib.techniques.optimizers.AdamW8bit"``). It takes parameters and ``lr=``.
+            (``"techniques.optimizers.AdamW8bit"``). It takes parameters and ``lr=``.
         settings: what else the class takes. Variants are always explicit, since torch would choose
             them by device.
         learning_rate: where the usual one would be wrong.
@@ -136,7 +136,7 @@ _ADAMW = OptimizerSpec(
     state_bytes=Bytes(2),
     step_traffic=Bytes(4),  # both moments are read and written
     closed_form=ClosedForm(counters=True, tensors=2),
-    master="gradmem_lib.techniques.precision.MasterAdamW",
+    master="techniques.precision.MasterAdamW",
     steps_shards=True,
     trainer_name="adamw_torch",
     adam_settings=True,
@@ -162,7 +162,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
         ),
         "adamw-8bit": OptimizerSpec(
             words="AdamW with one byte for each number of its states",
-            made_by="gradmem_lib.techniques.optimizers.AdamW8bit",
+            made_by="techniques.optimizers.AdamW8bit",
             state_bytes=Bytes(own=2 + 2 * 4 / BLOCK),
             step_traffic=Bytes(own=4),
             no_master=(
@@ -179,7 +179,7 @@ OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
                 "AdamW on bf16 weights and states, computed in float32 and rounded "
                 "stochastically: no update is lost on average"
             ),
-            made_by="gradmem_lib.techniques.precision.StochasticAdamW",
+            made_by="techniques.precision.StochasticAdamW",
             state_bytes=_ADAMW.state_bytes,
             step_traffic=_ADAMW.step_traffic,
             rounds_by_chance=True,

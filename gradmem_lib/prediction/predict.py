@@ -195,6 +195,11 @@ def predict(
             "torch.device('meta') it costs no memory)"
         )
     source = source_of(model_or_config)
+    if target == "cuda" and any(isinstance(m, nn.RNNBase) for m in source.skeleton.modules()):
+        raise CannotTrace(
+            "measure one real step with MemoryTracker: a recurrent layer of cuDNN keeps a "
+            "workspace for backward whose size only cuDNN knows"
+        )
     if isinstance(batch, Mapping):
         batch = packed_by_position(dict(batch))
     _check_ranks(recipe, ranks, rank)

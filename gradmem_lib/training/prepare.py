@@ -324,7 +324,11 @@ def make_optimizer(
 
 
 def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
-    """The class that a row of ``OPTIMIZERS`` names, with its module."""
+    """The class that a row of ``OPTIMIZERS`` names, with its module: torch's, or one of ours in
+    ``techniques``.
+    """
+    if made_by.startswith("techniques."):
+        made_by = f"{__package__.partition('.')[0]}.{made_by}"
     # Imported only if needed: transformers takes a second. It may import peft, which must not get
     # the fake tensors of a prediction as constants.
     with without_modes():

@@ -614,10 +614,12 @@ def test_what_is_not_known_is_refused(says):
         predict(make(), batch=batch, recipe=Recipe(**fields), loss=loss, target="cpu")
 
 
-@pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_what_the_kernels_of_an_lstm_keep_is_refused(target):
+@pytest.mark.parametrize(
+    ("kind", "target"), [(nn.LSTM, "cpu"), (nn.LSTM, "cuda"), (nn.GRU, "cuda"), (nn.RNN, "cuda")]
+)
+def test_what_recurrent_kernels_keep_is_refused(kind, target):
     with pytest.raises(CannotTrace, match="keeps a workspace for backward"):
-        predict(Recurrent(nn.LSTM), batch=TIMES, target=target)
+        predict(Recurrent(kind), batch=TIMES, target=target)
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy_number])

@@ -64,7 +64,7 @@ class OneMoment(torch.optim.Optimizer):
 
 ROW = OptimizerSpec(
     words="one state; steps by its sign",
-    made_by="gradmem_lib.techniques.optimizers.OneMoment",
+    made_by="techniques.optimizers.OneMoment",
     settings={"beta": 0.9},
     learning_rate=3e-4,
     state_bytes=Bytes(1),
@@ -159,7 +159,7 @@ def test_a_row_that_rounds_by_chance(add):
 
 
 def test_a_row_keeps_master_weights_by_its_own_class(add, monkeypatch):
-    add(master="gradmem_lib.techniques.optimizers.WithMaster")
+    add(master="techniques.optimizers.WithMaster")
     monkeypatch.setattr(optimizers, "WithMaster", type("WithMaster", (OneMoment,), {}), False)
     recipe = Recipe(optimizer="one-moment", precision="float32-master")
     weights = [nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
