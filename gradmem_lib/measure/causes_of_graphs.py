@@ -220,7 +220,8 @@ def _of_a_gradient(holder: Holder, facts: Facts) -> bool:
 
 
 def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
-    older = [holder for holder in kept if holder.turn < facts.peak.turn]
+    # what this step has differentiated before may be a part of its loss
+    older = [holder for holder in kept if holder.step < facts.peak.step]
     held = holder_of_most(older or kept)
     # of several backwards without a step in between
     again = [p for p in facts.forwards if p.differentiable and p.turn == facts.peak.turn]
@@ -231,7 +232,9 @@ def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
         is_old = holder.category == "gradients" and holder.turn < facts.peak.turn
         by_a_gradient = by_a_gradient or is_old
     remedy = OF_A_BACKWARD
-    if held.box or (held.path and not by_a_gradient):
+    if not by_a_gradient and {holder.step for holder in older} == {facts.peak.step - 1}:
+        remedy = OF_VARIABLES
+    elif held.box or (held.path and not by_a_gradient):
         remedy = detached(held)
     return Group(kept, changes={"remedy": remedy, "needed_in": "turn"})
 
@@ -241,6 +244,11 @@ OF_A_BACKWARD = (
     "with, and this graph keeps p: take the gradients by torch.autograd.grad(loss, "
     "list(model.parameters()), create_graph=True), or set p.grad to None as soon as it has "
     "been used (optimizer.zero_grad() after the step), and `del` the loss."
+)
+OF_VARIABLES = (
+    "variables keep what the step before has differentiated until they are assigned again: `del` "
+    "the gradients and the loss at the end of a step, or compute them in a function that returns "
+    "numbers. Or take the gradients for fewer rows at once."
 )
 SECOND_DERIVATIVES = Row(
     "Gradients keep graphs of their own",
