@@ -170,13 +170,11 @@ LEFT = (
 class Row:
     """One run beside what explains its published figure. All in MiB.
 
-    ``parts``: by name in ``CAUSES``, in order; they add up to ``total``. ``measured``: on a card
-    today, the most bytes alive, ``None`` where that has not been done.
+    ``parts``: by name in ``CAUSES``, in order; they add up to ``total``.
     """
 
     run: Run
     parts: dict[str, float]
-    measured: float | None = None
 
     @property
     def total(self) -> float:
@@ -188,16 +186,13 @@ class Row:
         return self.run.mib - self.total
 
 
-def rows(measured: dict[str, int] | None = None) -> list[Row]:
-    """The table's rows. ``measured``: bytes by a run's name, ``torch.cuda.max_memory_allocated()``
-    of a later step.
-    """
+def rows() -> list[Row]:
+    """The table's rows."""
     found = []
     for run in RUNS:
         at = replayed(run)
         last = at[STAGES[-1]]
         live = [at[stage].live / MiB for stage in STAGES]
-        bytes_now = (measured or {}).get(run.name)
         parts = {
             "today": live[0],
             "zeroed": live[1] - live[0],
@@ -207,22 +202,17 @@ def rows(measured: dict[str, int] | None = None) -> list[Row]:
             "cached": (last.reserved - last.live) / MiB,
             "context": CONTEXT_MIB - allocator.SMALL_SEGMENT / MiB,
         }
-        found.append(Row(run, parts, None if bytes_now is None else bytes_now / MiB))
+        found.append(Row(run, parts))
     return found
 
 
-def table(found: list[Row] | None = None) -> str:
+def table() -> str:
     """The rows as plain text, with a line on what each column is."""
-    found = rows() if found is None else found
-    measured = any(row.measured is not None for row in found)
-    heads = [*CAUSES, "sum", "published", "left", *(["measured today"] if measured else [])]
-    lines = [["MiB", *heads]]
-    for row in found:
+    lines = [["MiB", *CAUSES, "sum", "published", "left"]]
+    for row in rows():
         numbers = [*row.parts.values(), row.total, row.run.mib, row.difference]
-        cells = [row.run.name.replace(", checkpointing", " + ckpt"), *map(_whole, numbers)]
-        if measured:
-            cells.append("-" if row.measured is None else _whole(row.measured))
-        lines.append(cells)
+        name = row.run.name.replace(", checkpointing", " + ckpt")
+        lines.append([name, *(f"{round(value):,}" for value in numbers)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     printed = [
         line[0].ljust(widths[0])
@@ -233,7 +223,3 @@ def table(found: list[Row] | None = None) -> str:
     return "\n".join(
         [*printed, "", *(textwrap.fill(f"{n}: {what}.", 100) for n, what in says.items())]
     )
-
-
-def _whole(value: float) -> str:
-    return f"{round(value):,}"
