@@ -211,8 +211,8 @@ print(f"SmolLM2, 16 and 128 tokens, loss / K: relative error {error:.1f}")
 
 # %% [markdown]
 # It is. The way out is to **add up sums, and divide by one number**: the number of items in the whole window. For a
-# language model the items are the tokens that are *predicted*. `count_targets(labels)` counts them: neither a label of
-# -100, nor the first label of a row, which no position predicts. (Exercise 3.2, an optional one, writes this function.)
+# language model the items are the tokens that are *predicted*. `count_targets(labels)` counts them. It leaves out labels
+# of -100, and the first label of each row, which no position predicts. (Exercise 3.2, which is optional, writes it.)
 #
 # ### Exercise 3.3 · the right divisor
 #

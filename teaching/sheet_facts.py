@@ -267,7 +267,7 @@ def lesson_05(found: Printed) -> Sheet:
 
 def lesson_06(found: Printed) -> Sheet:
     table = found.rows(
-        r"^(\S.*?) {2,} *[\d.]+ +([\d.]+)[ *]* {3,}(?:activations|optimizer|parameters) "
+        r"^(\S.*?) {2,} *[\d.]+ +([\d.]+)[ *]* {2}(?:activations|optimizer|parameters) "
     )
     pairs = [(name, float(needs)) for name, needs in table]
     four_bits = dict(pairs)["+ base in 4 bits"]
