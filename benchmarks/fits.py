@@ -12,6 +12,7 @@ where it was interrupted, it goes on.
 from __future__ import annotations
 
 import datetime
+import itertools
 import json
 from pathlib import Path
 
@@ -117,16 +118,15 @@ def main(arguments: list[str] | None = None) -> None:
     }
     part = asked.path.with_suffix(".part")
     done = json.loads(part.read_text(encoding="utf-8")) if part.exists() else {}
-    for model in table["models"]:
-        for method in table["methods"]:
-            if f"{model} {method}" not in done:
-                done[f"{model} {method}"] = entries(model, asked.cards, [method])
-                part.write_text(json.dumps(done), encoding="utf-8")
-                fit = sum(e["fits"] for e in done[f"{model} {method}"])
-                print(f"{model}, {method}: fits {fit} of {len(asked.cards)} cards", flush=True)
-    rows = [
-        e for m in table["models"] for method in table["methods"] for e in done[f"{m} {method}"]
-    ]
+    rows = []
+    for model, method in itertools.product(table["models"], table["methods"]):
+        name = f"{model} {method}"
+        if name not in done:
+            done[name] = entries(model, asked.cards, [method])
+            part.write_text(json.dumps(done), encoding="utf-8")
+            fit = sum(e["fits"] for e in done[name])
+            print(f"{model}, {method}: fits {fit} of {len(asked.cards)} cards", flush=True)
+        rows += done[name]
     asked.path.write_text(json.dumps(table | {"entries": rows}, indent=1) + "\n", encoding="utf-8")
     part.unlink()
     print("wrote", asked.path.name)
