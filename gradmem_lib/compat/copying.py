@@ -1,6 +1,6 @@
 """How ``copy.deepcopy`` copies values of a type that it would share, such as functions.
 
-Seen in Python 3.10 to 3.14. Without it, the copy of a module calls the original's layers.
+Seen in Python 3.11 to 3.13. Without it, the copy of a module calls the original's layers.
 """
 
 import copy

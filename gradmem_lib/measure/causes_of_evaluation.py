@@ -9,15 +9,38 @@ run between two micro-batches.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from ..units import format_bytes
-from .cause import MUCH, WORTH, Group, Row, lines_of_forwards
-from .facts import EVALUATION, Facts, total
+from .cause import DOMINATES, MUCH, WORTH, Group, Row, lines_of_forwards, those
+from .facts import EVALUATION, OF_A_TRAINING_STEP, Facts, total
+from .made_by_forwards import lines_of_results
 from .timeline import ForwardPass, Holder
 
 FORWARDS_IN_A_ROW = 3
 OF_THE_STEP = 2  # in a row, at most; more may be a generation or a validation's loop
+
+
+def _is_result(holder: Holder, facts: Facts) -> bool:
+    return holder.made_in == EVALUATION and holder.category == "temporaries"
+
+
+def _made_by_calls(left: list[Holder], facts: Facts) -> Group:
+    return Group(left, changes={"lines": lines_of_results(left, facts)})
+
+
+RESULTS_IN_TRAINING = Row(
+    "Results of an evaluation stay during the training",
+    "{size} at the peak are {count} results of forwards without gradients: {kinds}.",
+    "keep less of each: outputs.argmax(-1), or of log-probabilities those of the chosen tokens "
+    "alone; and `del` the rest before the training goes on. What a loss needs later can wait off "
+    "the card (outputs.cpu()), or be computed for one micro-batch at a time.",
+    those(_is_result, _made_by_calls),
+    least=DOMINATES,
+    moments=OF_A_TRAINING_STEP,
+    stays=None,  # the last one of each kind may be in use
+)
 
 
 def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -29,11 +52,16 @@ def _keys_and_values(free: Sequence[Holder], facts: Facts) -> Group | None:
         return None
     # What one forward leaves (a variable that the next one overwrites) is there from the second on.
     growth = passes[-1].live_before - passes[1].live_before
-    made, first = [], passes[0].first_sample
+    made, of_a_kind = [], Counter[tuple]()
     for holder in facts.at_peak:
-        if holder.first_sample >= first and not holder.is_of_training:
+        since = holder.first_sample >= passes[0].first_sample  # a data set may have come before
+        if since and holder.step == facts.peak.step and not holder.is_of_training:
             made.append(holder)
-    cache = [holder for holder in free if holder.first_sample >= first and holder.module]
+            of_a_kind[_kind(holder)] += 1
+    cache = []
+    for holder in made:
+        if holder.module and of_a_kind[_kind(holder)] < FORWARDS_IN_A_ROW:
+            cache.append(holder)
     # Most of what one forward needs for itself is gone when the next one begins.
     is_most = 2 * total(cache) > total(made) and 4 * growth >= total(cache)
     if not is_most or growth < WORTH * facts.peak.total:
@@ -71,6 +99,10 @@ GENERATION = Row(
     stays=0.5,
     condition="If half as many rows are generated at a time",
 )
+
+
+def _kind(holder: Holder) -> tuple:
+    return holder.module, holder.op, holder.shape, holder.dtype
 
 
 def _large_forward(free: Sequence[Holder], facts: Facts) -> Group | None:

@@ -28,9 +28,39 @@ from .cause import (
     name_of,
     those,
 )
-from .facts import IN_BACKWARD, Facts, total
+from .facts import IN_BACKWARD, TRAINING_FORWARD, Facts, total
 from .made_by_forwards import ONE_FORWARD, largest_forward, made_by
 from .timeline import ForwardPass, Holder
+
+
+def _left_by(unused: list[ForwardPass], free: Sequence[Holder], facts: Facts) -> Group | None:
+    inside = made_by(unused, free, facts)
+    holders = made_by(unused, free, facts, and_after=True)
+    if not holders:
+        return _unused_functions(free, facts)
+    makers = {id(facts.maker_of(holder)) for holder in holders}
+    kept = [done for done in unused if id(done) in makers]
+    needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
+    if unused[0] is facts.forwards[0]:
+        # The list has only the last forwards of a long evaluation. Activations that are of none of
+        # them were made by earlier ones.
+        for holder in free:
+            is_older = holder.first_sample < unused[0].first_sample and not holder.is_result
+            if is_older and holder.category == "activations":
+                holders.append(holder)
+                needed_in = ""  # it is not known whether a backward went through those
+    # A loss is no forward of its own, unless it is all that there is.
+    blamed = [done for done in kept if done.has_weights] or kept
+    # What was computed from the outputs may be the result that the script wants: it stays.
+    others = total(holders) - total(inside)
+    changes = {
+        "lines": lines_of_forwards(blamed),
+        "stays": largest_forward(inside, facts) + others,
+        "needed_in": needed_in,
+    }
+    forwards = f"{len(blamed)} forward{'s' * (len(blamed) > 1)}"
+    words = {"why": f": {forwards} recorded gradients, and nothing used them"}
+    return Group(holders, words, changes)
 
 
 def _forwards_that_are(unused: Callable[[ForwardPass, Facts], bool]) -> Find:
@@ -38,26 +68,22 @@ def _forwards_that_are(unused: Callable[[ForwardPass, Facts], bool]) -> Find:
 
     def find(free: Sequence[Holder], facts: Facts) -> Group | None:
         found = [done for done in facts.forwards if done.has_graph and unused(done, facts)]
-        inside = made_by(found, free, facts)
-        holders = made_by(found, free, facts, and_after=True)
-        if not holders:
-            return None
-        makers = {id(facts.maker_of(holder)) for holder in holders}
-        kept = [done for done in found if id(done) in makers]
-        needed_in = "nothing" if all(is_unused(done, facts) for done in kept) else ""
-        # A loss is no forward of its own, unless it is all that there is.
-        blamed = [done for done in kept if done.has_weights] or kept
-        # What was computed from the outputs may be the result that the script wants: it stays.
-        others = total(holders) - total(inside)
-        changes = {
-            "lines": lines_of_forwards(blamed),
-            "stays": largest_forward(inside, facts) + others,
-            "needed_in": needed_in,
-        }
-        forwards = f"{len(blamed)} forward{'s' * (len(blamed) > 1)}"
-        return Group(holders, {"forwards": forwards}, changes)
+        return _left_by(found, free, facts)
 
     return find
+
+
+def _unused_functions(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """The same, of a model that is written as a function: no module is called."""
+    in_a_forward = facts.ended and facts.peak.moment == TRAINING_FORWARD
+    if facts.of_the_step or not in_a_forward or facts.has_backward_in_step(facts.peak.step):
+        return None
+    kept = []
+    for holder in free:
+        is_copy = bool(holder.computed_from)  # of a weight or a gradient, and no graph's
+        if holder.category == "activations" and not is_copy:
+            kept.append(holder)
+    return Group(kept, {"why": ""}, {"stays": None})
 
 
 def is_unused(done: ForwardPass, facts: Facts) -> bool:
@@ -100,8 +126,7 @@ def _may_be_unused(done: ForwardPass, facts: Facts) -> bool:
 
 UNUSED = Row(
     "A forward's graph is never used",
-    "{size} of activations at the peak are kept for a backward that never comes: {forwards} "
-    "recorded gradients, and nothing used them.",
+    "{size} of activations at the peak are kept for a backward that never comes{why}.",
     "put the evaluation, sampling or metric under torch.no_grad() (with torch.no_grad(): around "
     "the loop, or @torch.no_grad() above the function). model.eval() does not do this.",
     _forwards_that_are(is_unused),

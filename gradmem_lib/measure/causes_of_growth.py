@@ -4,13 +4,12 @@ them.
 
 from __future__ import annotations
 
-import heapq
 import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import filterfalse, pairwise
 from typing import Any
 
 from ..units import format_bytes
@@ -28,6 +27,7 @@ from .cause import (
     name_of,
 )
 from .facts import BETWEEN_STEPS, Facts, total
+from .made_by_forwards import lines_of_results
 from .paths import ITERATOR, MODULE_ATTRIBUTE, Held
 from .source_lines import source_line
 from .timeline import Holder
@@ -37,10 +37,12 @@ COLLECTED = "An evaluation collects its results"
 # Bytes that grow by this part of the peak double it in a thousand steps.
 GROWS = 0.001
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
+SAMPLE = 100  # freed storages that are looked at, spread over all
 STATES = ".state["  # in a path: an optimizer's
 HOOKS = "_hooks["  # in a path: a module's
 HISTORY = 5
 LATE = 0.75  # if what has no name grows until a run's end, the peak is in its last quarter
+YOUNGER = 2  # that stay when an older one goes: a window of the last ones
 
 OF_A_TRAINER = (
     "keep less of each result: in a Trainer, preprocess_logits_for_metrics=lambda logits, labels: "
@@ -83,11 +85,11 @@ OF_A_KIND = {
     "p.grad.norm().item(), or copies off the card, p.grad.cpu().",
     "optimizer": "`{name}` keeps optimizers that no longer step, with their states: let go of one "
     "before the next is made.",
-    "slices": "`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
-    "x.item() of a number, and of a slice a copy, x.clone().",
     "parameters": "the weights of earlier rounds are kept. Put results into `{name}` as numbers, "
     "and weights that are needed again on the host: {{name: t.cpu() for name, t in "
     "model.state_dict().items()}}.",
+    "slices": "`{name}` keeps parts of larger tensors, and each part keeps the whole of it: keep "
+    "x.item() of a number, and of a slice a copy, x.clone().",
 }
 # ... and by the owner.
 OF_AN_OWNER = {
@@ -118,7 +120,7 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
     """
     # Of a deque with a bound, only the graphs may grow.
     free = [holder for holder in free if holder.keeper.kind != "window" or holder.keeper.graph]
-    return _largest(_kept(holders, facts) for holders in _by_place(free).values())
+    return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
 
 
 def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -173,10 +175,10 @@ def _place_of(holder: Holder) -> tuple | None:
     held = holder.keeper
     if not held.path:
         return holder.line, holder.op, holder.dtype
-    if held.kind == "gradient" and not holder.is_of_training:
-        return held.where, held.path
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
+    if held.kind == "gradient" and not holder.is_of_training:
+        return held.where, held.path
     if held.box:
         return held.where, LAYER.sub(".…", held.box)
     if held.graph:
@@ -189,15 +191,13 @@ def _is_history(held: Held) -> bool:
     return held.kind == "optimizer" and STATES in held.box
 
 
-def _kept(group: list[Holder], facts: Facts) -> Group | None:
+def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
     """Those of this group that are no longer in use, if it grows."""
     unused = _without_the_model_in_use(group, facts)
     by_step, by_forward = _by_step(unused, facts), _by_forward(unused, facts)
-    if max(len(by_step), len(by_forward)) < SEVERAL:
+    if max(len(by_step), len(by_forward)) < SEVERAL or _ends(place, group, facts):
         return None
     if len(by_step) < SEVERAL:
-        if not _rises(group, facts, facts.forwards_until):
-            return None
         *earlier, newest = by_forward  # the newest result may be in use
         found = _group(earlier, "forward", facts)
         if found is None:
@@ -208,7 +208,7 @@ def _kept(group: list[Holder], facts: Facts) -> Group | None:
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
-    if _ends(group, facts) or not _rises(group, facts, facts.time_of):
+    if not _goes_on(group, facts):
         return None
     rounds = []
     for time, kept in by_step:
@@ -218,7 +218,7 @@ def _kept(group: list[Holder], facts: Facts) -> Group | None:
     return _group(rounds, facts.unit, facts)
 
 
-def _ends(group: list[Holder], facts: Facts) -> bool:
+def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether these are known to become no more."""
     copies = [holder for holder in group if holder.computed_from == "parameters"]
     is_empty_later = not any(map(facts.is_there_at_the_end, group))
@@ -226,8 +226,10 @@ def _ends(group: list[Holder], facts: Facts) -> bool:
         return True  # copies of a round, which are averaged at its end
     if not group[0].keeper.path:
         # Later steps did not need more, or gradients with a graph of their own keep it.
-        return facts.peak_time < LATE * (facts.times - 1) or facts.has_second_derivatives
-    return False
+        is_early = facts.peak_time < LATE * (facts.times - 1)
+        if is_early or facts.has_second_derivatives:
+            return True
+    return _is_a_window(place, group, facts)
 
 
 def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
@@ -236,15 +238,14 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
     for kept in rounds:
         old += kept
     in_an_evaluation = unit == "forward"
-    least = min(WORTH, GROWS * len(rounds))
-    if in_an_evaluation:
-        least = WORTH if facts.outside_of_training else DOMINATES
+    least = WORTH if in_an_evaluation else min(WORTH, GROWS * len(rounds))
     if total(old) < least * facts.peak.total or not old:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
     slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
-    changes: dict[str, Any] = {"growing": old, "stays": sum(slices)}
+    changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
+    changes["stays"] = sum(slices)
     if not in_an_evaluation:
         changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
     by = "something that has no name"
@@ -253,11 +254,8 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         by = f"`{name}`"
         changes["remedy"] = _remedy(name, held, old, in_an_evaluation)
         if _is_history(held):
-            changes |= {
-                "remedy": OF_A_HISTORY,
-                "condition": f"If the history has {HISTORY} steps",
-                "stays": min(total(old), HISTORY * each),
-            }
+            changes["condition"] = f"If the history has {HISTORY} steps"
+            changes["stays"] = min(total(old), HISTORY * each)
     elif all(holder.held is not None for holder in old):
         changes["remedy"] = HELD_BY_NO_NAME  # walks have looked for one
     words = {"by": by, "rounds": len(rounds), "unit": unit, "each": format_bytes(each)}
@@ -297,7 +295,8 @@ def _without_the_model_in_use(group: list[Holder], facts: Facts) -> list[Holder]
         births[_kind(holder)].add(holder.step)
     old = []
     for holder in group:
-        may_be_in_use = holder.category in ("parameters", "optimizer")
+        is_in_use = holder.category in ("parameters", "optimizer")
+        may_be_in_use = is_in_use and not _is_history(holder.keeper)
         if not may_be_in_use or _is_replaced(holder, births[_kind(holder)]):
             old.append(holder)
     return old
@@ -323,11 +322,13 @@ def _kind(holder: Holder) -> tuple:
 
 
 def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
-    """The holders of each forward without gradients that has made some.
+    """For a peak outside of training steps, the holders of each forward that has made some.
 
     Only of the module that was called most often: the layers of one batch are no evaluation.
     """
     of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
+    if not facts.outside_of_training:
+        return []
     for holder in sorted(holders, key=lambda holder: holder.first_sample):
         begun = facts.maker_of(holder)
         of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
@@ -336,51 +337,49 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
     return list(max(of_modules.values(), key=len, default={}).values())
 
 
-def _rises(group: list[Holder], facts: Facts, when: Callable[[Holder], int]) -> bool:
-    """Whether there are more and more like these, until most of them go or the run (or the
-    evaluation) ends. ``when``: the step, or the forward, that has made one.
-
-    So a list that each epoch empties rises, while the first n examples, a full cache and a window
-    of the last ones stay as many as they are.
+def _goes_on(group: list[Holder], facts: Facts) -> bool:
+    """Whether something was kept until the peak, or to the run's end if most of it is there then: a
+    list of the first n examples has ended.
     """
-    oldest = min(holder.first_sample for holder in group)
-    newest = max(holder.first_sample for holder in group)
-    alike = _made_alike(group, facts)
-    is_of_steps = when == facts.time_of
-    if not is_of_steps:
-        alike = [holder for holder in alike if holder.first_sample <= newest]
-    ends: list[int] = []  # of those that are alive, the first one first
-    most, rises, time = 0, list[Holder](), 0
-    for holder in alike:
-        while ends and ends[0] <= holder.first_sample:
-            heapq.heappop(ends)
-        if 2 * len(ends) < most:
-            if holder.first_sample > newest:
-                break
-            most = 0  # another epoch
-        time = when(holder)
-        heapq.heappush(ends, holder.end_sample)
-        if len(ends) > most:
-            most = len(ends)
-            rises.append(holder)
-    else:
-        stays = 2 * total(filter(facts.is_there_at_the_end, group)) > total(group)
-        if is_of_steps and stays:
-            time = facts.times
-    times = sorted({when(holder) for holder in rises if holder.first_sample >= oldest})
-    gaps = [after - before for before, after in pairwise([*times, time])]
-    longest = max(gaps[:-2], default=0) + 1  # the last one may have nothing to do with the others
-    return bool(gaps) and all(gap <= longest for gap in gaps[-2:])
-
-
-def _made_alike(group: list[Holder], facts: Facts) -> list[Holder]:
-    """All that the same lines have made by the same operations, in order."""
+    at_the_end = list(filter(facts.is_there_at_the_end, group))
+    stays = 2 * total(at_the_end) > total(group)
+    times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
+    gaps = [after - before for before, after in pairwise(times)]
+    longest = max(gaps[:-1], default=0) + 1  # the last one may have nothing to do with the others
     kinds = {(holder.line, holder.op) for holder in group}
-    alike = []
-    for holder in (*facts.at_peak, *facts.others):
-        if (holder.line, holder.op) in kinds and facts.time_of(holder) >= 0:
-            alike.append(holder)
-    return sorted(alike, key=lambda holder: holder.first_sample)
+    known, end = list(facts.at_peak), facts.peak_time
+    if stays:
+        known += filter(facts.is_there_at_the_end, facts.others)
+        end = facts.times
+    later = set[int]()  # of the newest ones, which a variable may hold as well
+    for holder in known:
+        if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
+            later.add(facts.time_of(holder))
+    until_the_end = [*times[-2:], *sorted(later), end]
+    return all(after - before <= longest for before, after in pairwise(until_the_end))
+
+
+def _is_a_window(place: tuple, group: list[Holder], facts: Facts) -> bool:
+    """Whether old ones go while younger ones stay, so that there are always as many."""
+    everything = [*group, *(holder for holder in facts.others if _place_of(holder) == place)]
+    gone = list(filterfalse(facts.is_there_at_the_end, everything))
+    first = min((holder.end_sample for holder in gone), default=0)
+    then = [h for h in everything if h.first_sample < first <= h.end_sample]
+    if 2 * len(then) < len(group):
+        return False  # a queue that is filled faster than it is emptied
+    gone = gone[:: len(gone) // SAMPLE + 1]  # a long run has freed thousands
+    one_by_one = [holder for holder in gone if _younger_stay(holder, everything, facts)]
+    return 2 * len(one_by_one) > len(gone)
+
+
+def _younger_stay(gone: Holder, everything: list[Holder], facts: Facts) -> bool:
+    """Whether those of at least two later forwards were there when this one went, and stayed."""
+    forwards = set[int]()
+    for other in everything:
+        if gone.first_sample < other.first_sample < gone.end_sample < other.end_sample:
+            forwards.add(id(facts.maker_of(other)))
+    forwards.discard(id(facts.maker_of(gone)))
+    return len(forwards) >= YOUNGER
 
 
 def _name_of(held: Held, holders: list[Holder]) -> str:
@@ -401,6 +400,8 @@ def _remedy(name: str, held: Held, holders: list[Holder], in_an_evaluation: bool
     most = kinds.most_common(1)[0][0]
     if most == "optimizer" and kinds["parameters"]:
         most = "parameters"  # of whole models
+    if _is_history(held):
+        return OF_A_HISTORY
     if most == "graphs":
         return detached(held)
     if most in OF_A_KIND:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -18,14 +18,54 @@ CALLED_IN_EACH_STEP = (
     "averaged weights), the step needs it: keep it in a narrower dtype (copy.to(torch.bfloat16) "
     "halves float32), or move it to the card for its forward alone. "
 )
-COPIED = "The weights are there more than once"
-EVIDENCE = "{size} at the peak are {how_many} of the model's weights, {origin}."
+TWINS = "twins"  # the group of such parameters
+MOMENTUM = 1.1  # numbers for each weight, with some numbers for the optimizer itself
+
+
+def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
+    """An EMA, a reference model, a loaded checkpoint, a deepcopy, a clone of the state dict."""
+    copies = []
+    for copy in _copies_of_weights(free, facts):
+        first = copy[0]
+        # random numbers of the same shapes, for one step, are no copy
+        is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
+        is_kept = first.step < 0 or facts.time_of(first) < facts.peak_time
+        is_twin = first.category == "parameters"
+        if is_copied or is_kept or is_twin or facts.of_another_model(first):
+            copies.append(copy)
+    holders = [holder for copy in copies for holder in copy]
+    if not holders:
+        return None
+    how_many = f"{len(copies)} more copies"
+    if len(copies) == 1:
+        how_many = "a second copy"
+    is_called = _calls_another_model(facts)
+    words, remedy = "made in the tracked run and still alive", OF_THIS_RUN
+    if holders[0].category == "parameters" and holders[0].module in facts.twins:
+        is_called = True  # together with the rest of the model
+        words, remedy = f"`{facts.twins[holders[0].module]}`, which nothing trains", OF_A_REFERENCE
+    elif facts.of_another_model(holders[0]):
+        words = "parameters of a module that is not the tracked one"
+        remedy = OF_A_REFERENCE if is_called else OF_A_MODULE + OF_A_REFERENCE
+    elif holders[0].step < 0:
+        is_called = False
+        words, remedy = "tensors that were there before this run read them", FROM_BEFORE
+        if facts.peak_time > 0:  # before the first step has ended, nothing is averaged
+            remedy += OF_AN_AVERAGE
+    changes: dict[str, Any] = {"remedy": remedy}
+    if is_called:
+        changes["remedy"] = CALLED_IN_EACH_STEP + remedy
+        changes["stays"] = total(holders) - total(holders) // 2
+        changes["condition"] = "If this copy is half as wide"
+    return Group(holders, {"how_many": how_many, "origin": words}, changes)
+
+
+OF_A_MODULE = "for an EMA, keep the averaged weights on the host (.to('cpu')). "
 OF_A_REFERENCE = (
     "For a reference model or a teacher that never changes, compute its outputs once before the "
     "training (precompute_ref_log_probs=True in trl), or train with LoRA, where the model without "
     "its adapters is the reference."
 )
-OF_A_MODULE = "for an EMA, keep the averaged weights on the host (.to('cpu')). " + OF_A_REFERENCE
 FROM_BEFORE = (
     "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')), and"
     " `del` it after load_state_dict."
@@ -38,48 +78,12 @@ OF_THIS_RUN = (
     "restored. A deepcopy, a clone of the state dict, the store() of an EMA and a merge all hold "
     "the weights twice."
 )
-
-
-def _copies(
-    which: Callable[[Holder, Facts], bool],
-    origin: str,
-    remedy: str,
-    *,
-    if_called: str = "",
-    in_later_steps: str = "",
-) -> Row:
-    """A row about whole copies of the model among the storages of which ``which`` is true.
-
-    ``if_called``: the remedy for a copy that each step calls. ``in_later_steps``: a sentence that
-    is added if the peak is not in the first step.
-    """
-
-    def find(found: list[Holder], facts: Facts) -> Group | None:
-        models = defaultdict[str, list[Holder]](list)
-        for holder in found:
-            name = ""
-            if holder.module in facts.untrained:  # such as an average of the weights, and a teacher
-                name = holder.module.partition(".")[0]
-            models[name].append(holder)
-        holders, count = list[Holder](), 0
-        for model in models.values():
-            alike, copies = _how_many(model, facts)
-            if copies:
-                count += copies
-                holders += alike
-        if not count:
-            return None
-        changes: dict[str, Any] = {"remedy": remedy}
-        if facts.peak_time > 0:
-            changes["remedy"] += in_later_steps
-        if if_called and _calls_another_model(facts):
-            changes["remedy"] = CALLED_IN_EACH_STEP + if_called
-            changes["stays"] = total(holders) - total(holders) // 2
-            changes["condition"] = "If this copy is half as wide"
-        how_many = "a second copy" if count == 1 else f"{count} more copies"
-        return Group(holders, {"how_many": how_many, "origin": origin}, changes)
-
-    return Row(COPIED, EVIDENCE, remedy, those(which, find))
+COPIES = Row(
+    "The weights are there more than once",
+    "{size} at the peak are {how_many} of the model's weights, {origin}.",
+    OF_THIS_RUN,
+    _copies,
+)
 
 
 def _calls_another_model(facts: Facts) -> bool:
@@ -92,44 +96,120 @@ def _calls_another_model(facts: Facts) -> bool:
     return any(len(of_one) > 1 for of_one in steps.values())
 
 
-def _how_many(model: list[Holder], facts: Facts) -> tuple[list[Holder], int]:
-    """The tensors that are as large as a weight, and how many copies of the model they are.
+def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder]]:
+    """Groups of tensors with the shapes of all parameters, each made by one line in one step.
 
-    A teacher with more layers of the same shapes, or with another head, is no copy.
+    The parameters of other models, whose layers have a line each, are one group if their names are
+    known.
+    """
+    if not facts.structure.shapes:
+        return []
+    names = Counter(h.module for h in facts.at_peak if h.category == "parameters")
+    twice = {name for name, times in names.items() if times > 1}
+    groups = defaultdict[Any, list[Holder]](list)
+    for holder in free:
+        # a model of an earlier round was updated
+        if holder.category == "parameters" and holder.module in facts.twins and holder.updated < 0:
+            groups[TWINS].append(holder)
+        elif holder.module in facts.untrained:
+            groups["other models"].append(holder)
+        elif _may_be_of_a_copy(holder, twice, facts):
+            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
+    copies = []
+    for place, group in groups.items():
+        if place == TWINS:
+            copies.append(group)
+        elif facts.of_another_model(group[0]):
+            copies += _copies_in_other_models(group, facts) or _copies_by_name(group, facts)
+        else:
+            copies += _copies_among(group, facts)[0]
+    return copies
+
+
+def _copies_by_name(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
+    """The copies in models with a name each, such as an average of the weights and a teacher."""
+    models = defaultdict[str, list[Holder]](list)
+    for holder in holders:
+        models[holder.module.partition(".")[0]].append(holder)
+    copies = []
+    for model in models.values():
+        copies += _copies_in_other_models(model, facts)
+    return copies
+
+
+def _may_be_of_a_copy(holder: Holder, twice: set[str], facts: Facts) -> bool:
+    """Whether it is loose, or an optimizer keeps it to go back to, or it has become the parameter
+    later, or it is an average without ``detach``: code outside of all modules has computed it with
+    a graph, and it is still there in another turn. In its own turn, a forward may have used it.
+
+    ``twice``: the names of parameters that have two storages at the peak.
+    """
+    if holder.category == "other":
+        is_data = holder.in_parts or holder.module == INPUTS
+        return not is_data and holder.computed_from != "gradients"
+    if holder.computed_from != "parameters":
+        return False
+    if holder.category == "activations":
+        return not holder.module and holder.turn < facts.peak.turn
+    return holder.category == "optimizer" or holder.module in twice
+
+
+def _copies_among(holders: list[Holder], facts: Facts) -> tuple[list[list[Holder]], list[Holder]]:
+    """The copies of the model's weights among ``holders``, and the rest of them."""
+    copies, rest = [], holders
+    while copy := _one_of_each(rest, facts):
+        copies.append(copy)
+        in_copy = set(map(id, copy))
+        rest = [holder for holder in rest if id(holder) not in in_copy]
+    return copies, rest
+
+
+def _copies_in_other_models(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
+    """The copies among parameters of other models. A teacher with more layers of the same shapes,
+    or with another head, is no copy: a copy has all shapes of the model, each as often.
+    """
+    shapes = facts.structure.shapes.values()
+    copies, rest = _copies_among(holders, facts)
+    if len(set(map(len, copies))) > 1:
+        return []  # a second model: twice as many layers, say, and only one head
+    some_are_missing = any(len(copy) < len(shapes) for copy in copies)
+    if rest and some_are_missing:
+        return []  # a second model, which has the rest in their place, such as another head
+    more_of_the_same = sum(prod(holder.shape) for holder in rest if holder.shape in shapes)
+    return copies if more_of_the_same < (1 - ALMOST_ALL) * sum(map(prod, shapes)) else []
+
+
+def _one_of_each(holders: list[Holder], facts: Facts) -> list[Holder]:
+    """Those of ``holders`` that have as many numbers as the model's parameters, one for each.
+
+    Empty if more than a tenth of the parameters' numbers has none.
     """
     structure = facts.structure
-    # A storage that was copied byte by byte has no shape.
-    shape_of = {structure.nbytes(name): shape for name, shape in structure.shapes.items()}
-    has_shapes = not any(map(is_copy_of_a_storage, model))
-
-    def place_of(shape: tuple[int, ...]) -> tuple[int, ...]:
-        return shape if has_shapes else (prod(shape),)
-
-    weights = Counter(map(place_of, structure.shapes.values()))
-    found, numbers = Counter[tuple[int, ...]](), 0
-    alike = []
-    for holder in model:
-        shape = holder.shape
-        if is_copy_of_a_storage(holder):
-            shape = shape_of.get(holder.nbytes, shape)
-        found[place_of(shape)] += 1
-        numbers += prod(shape)
-        if place_of(shape) in weights:
-            alike.append(holder)
     everything = sum(map(prod, structure.shapes.values()))
-    count = 0
-    while everything:
-        more = sum(prod(shape) * min(found[shape], n * (count + 1)) for shape, n in weights.items())
-        if more < ALMOST_ALL * everything * (count + 1):
-            break
-        count += 1
-    others = abs(numbers - count * everything)
-    if facts.of_another_model(model[0]) and others > (1 - ALMOST_ALL) * everything:
-        count = 0
+    missing = Counter(structure.shapes.values())
+    # shapes by bytes, for copies of whole storages, whose shape is not known
+    of_size = defaultdict[int, set[tuple[int, ...]]](set)
+    for name, shape in structure.shapes.items():
+        of_size[structure.nbytes(name)].add(shape)
+    found = []
+    for holder in holders:
+        possible = {holder.shape}
+        if is_copy_of_a_storage(holder):
+            possible = of_size[holder.nbytes]
+        elif not holder.dtype or not holder.dtype.is_floating_point:
+            continue  # labels are no weights
+        for shape in possible:
+            if missing[shape] > 0:
+                missing[shape] -= 1
+                found.append(holder)
+                break
+    if sum(prod(shape) * n for shape, n in missing.items()) > (1 - ALMOST_ALL) * everything:
+        return []
     # One tensor that looks like the largest weight may be a batch, or its targets.
-    if len(alike) == 1 and not _is_known_to_be_weights(alike[0], facts):
-        count = 0
-    return alike, count
+    is_known = any(_is_known_to_be_weights(holder, facts) for holder in found)
+    if not is_known and len(found) == 1:
+        return []
+    return found
 
 
 def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:
@@ -140,72 +220,6 @@ def _is_known_to_be_weights(holder: Holder, facts: Facts) -> bool:
 
 def _of_another_model(holder: Holder, facts: Facts) -> bool:
     return facts.of_another_model(holder) and holder.category == "other"
-
-
-def _is_loose(holder: Holder, facts: Facts) -> bool:
-    """Whether it is known to be weights, or has the shape of one and is no data."""
-    is_data = holder.in_parts or holder.module == INPUTS or holder.computed_from == "gradients"
-    if holder.category != "other" or is_data:
-        return False
-    if _is_known_to_be_weights(holder, facts):
-        return not facts.of_another_model(holder)
-    is_float = holder.dtype is not None and holder.dtype.is_floating_point
-    return is_float and holder.shape in facts.structure.shapes.values()
-
-
-def _was_copied(holder: Holder, facts: Facts) -> bool:
-    """Whether this run has made it: it is loose, or an optimizer keeps it to go back to, or it has
-    become the parameter later, or it is an average without ``detach``: code outside of all modules
-    has computed it with a graph, and it is still there in another turn. In its own turn, a forward
-    may have used it.
-    """
-    if _is_loose(holder, facts):
-        # random numbers of the same shapes, for one step, are no copy
-        is_kept = facts.time_of(holder) < facts.peak_time
-        return holder.step >= 0 and (is_kept or _is_known_to_be_weights(holder, facts))
-    if holder.computed_from != "parameters":
-        return False
-    if holder.category == "activations":
-        return not holder.module and holder.turn < facts.peak.turn
-    if holder.category == "parameters":
-        alike = [h for h in facts.at_peak if h.category == "parameters"]
-        return sum(h.module == holder.module for h in alike) > 1
-    return holder.category == "optimizer"
-
-
-def _was_there_before(holder: Holder, facts: Facts) -> bool:
-    return holder.step < 0 and _is_loose(holder, facts)
-
-
-def _is_of_a_twin(holder: Holder, facts: Facts) -> bool:
-    # a model of an earlier round was updated
-    is_twin = holder.category == "parameters" and holder.module in facts.twins
-    return is_twin and holder.updated < 0
-
-
-def _twins(found: list[Holder], facts: Facts) -> Group:
-    part = facts.twins[found[0].module]
-    return Group(found, {"how_many": "a second copy", "origin": f"`{part}`, which nothing trains"})
-
-
-COPIES = (
-    Row(COPIED, EVIDENCE, OF_A_REFERENCE, those(_is_of_a_twin, _twins)),
-    _copies(
-        _of_another_model,
-        "parameters of a module that is not the tracked one",
-        OF_A_MODULE,
-        if_called=OF_A_REFERENCE,
-    ),
-    _copies(
-        _was_copied, "made in the tracked run and still alive", OF_THIS_RUN, if_called=OF_THIS_RUN
-    ),
-    _copies(
-        _was_there_before,
-        "tensors that were there before this run read them",
-        FROM_BEFORE,
-        in_later_steps=OF_AN_AVERAGE,
-    ),
-)
 
 
 SECOND_MODEL = Row(
@@ -224,14 +238,23 @@ def _is_new_state(holder: Holder, facts: Facts) -> bool:
     return holder.step == facts.peak.step and is_state(holder, facts) and not existed
 
 
+def _instead_of_these(states: list[Holder], facts: Facts) -> Group:
+    less = "without momentum, this optimizer would keep less, or nothing. "
+    if facts.numbers_of_states > MOMENTUM:
+        less = (
+            "SGD keeps no states, and SGD with momentum one number a parameter, where Adam keeps "
+            "two. "
+        )
+    return Group(states, changes={"remedy": less + FIRST_STATES.remedy})
+
+
 FIRST_STATES = Row(
     "The first optimizer step makes its states",
     "{size} of optimizer states are made in this step, and stay: the forwards before it ran without"
     " them.",
-    "SGD keeps no states without momentum, and one number a parameter with it, where Adam keeps "
-    "two. 8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA "
-    "trains fewer parameters. A smaller batch and checkpointing do not change this.",
-    those(_is_new_state),
+    "8-bit states (optim='adamw_8bit') and factored ones (Adafactor) keep less, and LoRA trains "
+    "fewer parameters. A smaller batch and checkpointing do not change this.",
+    those(_is_new_state, _instead_of_these),
     moments=(IN_OPTIMIZER_STEP,),
 )
 

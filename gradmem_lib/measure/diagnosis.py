@@ -21,7 +21,7 @@ from ..units import format_bytes
 from .cause import LINES, MUCH, WORTH, Cause, in_words, within
 from .causes import find_causes
 from .causes_of_evaluation import peak_may_be_of_the_step
-from .causes_of_weights import is_state
+from .causes_of_weights import MOMENTUM, is_state
 from .facts import BETWEEN_STEPS, Facts, total
 from .timeline import BY, PHASE, TOTAL, Holder, MemorySnapshot
 
@@ -235,6 +235,8 @@ def applies(technique: Technique, facts: Facts) -> bool:
         return technique.name == MICRO_BATCHES and peak_may_be_of_the_step(facts)
     if facts.holders is None or facts.structure is NO_MODEL:
         return True
+    if technique.name == SGD and facts.had_optimizer_step:
+        return facts.numbers_of_states > MOMENTUM
     if technique.part == "outside" and facts.loss_of_whole_rows:
         return False
     if technique.part == "outside":

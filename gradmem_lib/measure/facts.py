@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import prod
+from math import inf, prod
 
 import numpy as np
 
@@ -156,8 +156,7 @@ class Facts:
                 is_beside = part.rpartition(".")[0] == other.rpartition(".")[0]
                 is_alike = is_beside and weights.items() <= parts[other].items()
                 if is_alike and not trained[part] and not self.structure.in_layers(part):
-                    for rest in weights:
-                        twins[f"{part}.{rest}"] = part
+                    twins.update((f"{part}.{rest}", part) for rest in weights)
         return twins
 
     def gradients_to_come(self) -> int:
@@ -206,12 +205,8 @@ class Facts:
 
     def maker_of(self, holder: Holder) -> ForwardPass | None:
         """The last forward that had begun when it was made, if the list still has it."""
-        begun = self.forwards_until(holder)
+        begun = bisect_right(self._first_samples, holder.first_sample)
         return self.forwards[begun - 1] if begun else None
-
-    def forwards_until(self, holder: Holder) -> int:
-        """How many of the forwards in the list had begun when it was made."""
-        return bisect_right(self._first_samples, holder.first_sample)
 
     @cached_property
     def of_the_step(self) -> list[ForwardPass]:
@@ -263,6 +258,27 @@ class Facts:
     def loss_of_whole_rows(self) -> bool:
         """Whether the loss sums over all ways through a row, so that no token has its own part."""
         return any("ctc_loss" in holder.op for holder in self.at_peak)
+
+    @property
+    def numbers_of_states(self) -> float:
+        """How many numbers the optimizer keeps for each weight that has any; infinite if that is
+        not known, as in a step that has not ended.
+        """
+        in_a_step = not self.ended and self.peak.moment == IN_OPTIMIZER_STEP
+        if in_a_step or not self.structure.shapes:
+            return inf
+        states, names = 0, set[str]()
+        for holder in self.at_peak:
+            if holder.category == "optimizer":
+                width = 4 if holder.dtype is None else holder.dtype.itemsize  # float32
+                states += holder.nbytes // width
+                names.add(holder.module)
+        shapes = self.structure.shapes
+        # a weight that was added after the optimizer was made has no states
+        have_states = frozenset(names & shapes.keys())
+        if not have_states:  # their names are not known
+            have_states = self.trained
+        return states / max(sum(prod(shapes[name]) for name in have_states), 1)
 
     def is_logits(self, holder: Holder) -> bool:
         """Whether it has a number for each output of a matrix that comes after the layers, or for

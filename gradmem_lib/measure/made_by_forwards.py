@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from .facts import Facts
+from .source_lines import SourceLine
 from .timeline import ForwardPass, Holder
 
 ONE_FORWARD = "and each forward needs no more than with a graph"
@@ -42,3 +43,28 @@ def largest_forward(holders: Iterable[Holder], facts: Facts) -> int:
     for holder in holders:
         nbytes[id(facts.maker_of(holder))] += holder.nbytes
     return max(nbytes.values(), default=0)
+
+
+def lines_of_results(holders: Sequence[Holder], facts: Facts) -> tuple[SourceLine, ...]:
+    """The lines that made ``holders``, those with the most bytes first.
+
+    For what a model has returned, it is the line that called the model.
+    """
+    # A long run's list has only the last forwards. What an earlier one has returned is of the same
+    # call as a later result from the same place in the model.
+    callers = dict[tuple, SourceLine]()
+    for holder in holders:
+        last = facts.maker_of(holder)
+        if holder.is_result and last is not None and last.line is not None:
+            callers[_place(holder)] = last.line
+    nbytes = Counter[SourceLine]()
+    for holder in holders:
+        line = callers.get(_place(holder), holder.line)
+        if line is not None:
+            nbytes[line] += holder.nbytes
+    return tuple(line for line, _ in nbytes.most_common())
+
+
+def _place(holder: Holder) -> tuple:
+    """Where in a model it was made."""
+    return holder.module, holder.op, holder.line

@@ -61,9 +61,9 @@ class Meter(ParameterMeter):
         self.waiting_optimizers = weakref.WeakSet[Optimizer]()
         self._thread = threading.get_ident()
         self._turn_of_batch: int | None = None  # the latest that has said how large its batch is
-        # By the first part with weights of a called module, and by its type: the number of these
-        # calls.
-        self._numbers = weakref.WeakKeyDictionary[nn.Module, dict[type, int]]()
+        # By the type of a called module and the address of the first part with weights: this part,
+        # and the number of these calls.
+        self._numbers: dict[tuple[type, int], tuple[weakref.ref[nn.Module], int]] = {}
         self._next_number = itertools.count()
         # of the model, as they were when these were last asked for
         self._structure = NO_MODEL
@@ -215,8 +215,13 @@ class Meter(ParameterMeter):
         have its address, but not its number.
         """
         with_weights = (part for part in module.modules() if has_parameters(part, recurse=False))
-        numbers = self._numbers.setdefault(next(with_weights, module), {})
-        return numbers.setdefault(type(module), next(self._next_number))
+        first = next(with_weights, module)
+        place = type(module), id(first)
+        known = self._numbers.get(place)
+        if known is None or known[0]() is not first:
+            known = weakref.ref(first), next(self._next_number)
+            self._numbers[place] = known
+        return known[1]
 
     def _note_batch(self, inputs: list[torch.Tensor]) -> None:
         """Note how many rows the batch has, at the first training forward of each turn.
@@ -242,8 +247,7 @@ class Meter(ParameterMeter):
             for storage in storages_of(out):
                 entry = recording.live.get(storage_key(storage))
                 if entry is not None and entry.sample >= forward.first_sample:
-                    # made in this forward, whose caller has it
-                    entry.is_result, entry.line = True, forward.line or entry.line
+                    entry.is_result = True  # made in this forward
             self.position.end_forward(recording.total, recording.count)
 
     def note_weights(self, module: nn.Module) -> None:

@@ -22,7 +22,7 @@ from ..names import (
 )
 from .timeline import ForwardPass
 
-KEPT_PASSES = 2048  # the latest
+KEPT_PASSES = 256  # the latest
 
 
 class Position:

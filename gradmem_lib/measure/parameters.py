@@ -113,11 +113,11 @@ class ParameterMeter(OperationMeter):
         if known is not None and is_hook_of(known, parameter):
             return
         if parameter.requires_grad and not is_lazy(parameter):
-            hook = parameter.register_post_accumulate_grad_hook(self.tag_parameter)
+            hook = parameter.register_post_accumulate_grad_hook(self._tag_parameter)
             self._hooked[id(parameter)] = hook
             self.exit_stack.callback(hook.remove)
 
-    def tag_parameter(self, parameter: torch.Tensor) -> None:
+    def _tag_parameter(self, parameter: torch.Tensor) -> None:
         with self.lock, plain_tensors():
             self._tag_now(parameter)
 

@@ -716,6 +716,7 @@ EDGES: tuple[tuple[Any, Callable[[Any], Iterator[Edge]]], ...] = (
     (types.TracebackType, _fields(EXCEPTION, tb_frame="", tb_next="")),
     (types.FrameType, _of_a_frame),
     (types.GeneratorType, _fields(gi_frame="")),
+    (types.CoroutineType, _fields(cr_frame="")),
     (np.ndarray, _of_an_array),
     (type, _of_a_class),
 )

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from ..names import MOMENTS
 from ..units import format_bytes
 from .cause import WORTH, Cause, within
 from .facts import Facts, total
-from .timeline import MOMENT, TOTAL, Holder
+from .timeline import MOMENT, STEP, TOTAL, Holder
 
 
 def limit_of(cause: Cause, facts: Facts) -> str:
@@ -111,7 +110,7 @@ def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str) -> np.
     samples = facts.samples
     sample_before = np.concatenate(([facts.first_sample - 1], samples[:-1]))
     sample_after = np.concatenate((samples[1:], samples[-1:] + 1))
-    needed_until = _needed_until(needed_in, facts)
+    needed_until = _NeededUntil(needed_in, facts)
     # alive in samples first, ..., stop - 1
     lifetimes = [(max(h.first_sample, needed_until(h)), h.end_sample, h.nbytes) for h in holders]
     first, stop, nbytes = np.array(lifetimes, dtype=np.int64).reshape(-1, 3).T
@@ -124,34 +123,38 @@ def _bytes_alive(holders: Iterable[Holder], facts: Facts, needed_in: str) -> np.
     return change.cumsum()[:-1]
 
 
-def _needed_until(needed_in: str, facts: Facts) -> Callable[[Holder], int]:
-    """A function that gives the first sample at which a storage can be gone: after the step (or
-    turn) that made it, or after the step that made what has taken its place. ``needed_in``: as in
-    ``Cause``.
+class _NeededUntil:
+    """The first sample at which a storage can be gone: after the step (or turn) that made it, or
+    after the step that made what has taken its place. ``needed_in``: as in ``Cause``.
     """
-    of_round = needed_in == "round"
-    # of each place in a round, or of the whole run: steps (or turns), and the first sample of each
-    times, samples = defaultdict[Any, list[int]](list), defaultdict[Any, list[int]](list)
 
-    def time_of(holder: Holder) -> tuple[Any, int]:
-        place = _place_in_a_round(holder) if of_round else None
-        return place, holder.turn if needed_in == "turn" else holder.step
+    def __init__(self, needed_in: str, facts: Facts):
+        self.needed_in = needed_in
+        self.after_the_run = int(facts.samples[-1]) + 1
+        # of each step, or of each turn as far as its forwards are known: a sample in it, in order
+        self.times, self.samples = facts.rows[:, STEP].tolist(), facts.samples.tolist()
+        if needed_in == "turn":
+            begins = dict[int, int]()
+            for done in facts.forwards:
+                begins.setdefault(done.turn, done.first_sample)
+            self.times, self.samples = list(begins), list(begins.values())
+        self.steps_in_place = defaultdict[tuple, list[int]](list)
+        if needed_in == "round":
+            for holder in sorted((*facts.at_peak, *facts.others), key=lambda other: other.step):
+                self.steps_in_place[_place_in_a_round(holder)].append(holder.step)
 
-    for holder in sorted((*facts.at_peak, *facts.others), key=lambda other: other.first_sample):
-        place, time = time_of(holder)
-        if time >= 0:
-            times[place].append(time)
-            samples[place].append(holder.first_sample)
-
-    def until(holder: Holder) -> int:
-        if needed_in in ("", "nothing"):
+    def __call__(self, holder: Holder) -> int:
+        if self.needed_in in ("", "nothing"):
             return 0
-        place, time = time_of(holder)
-        later = bisect_right(times[place], time)
-        after_the_run = facts.last_sample + 1
-        return samples[place][later] if later < len(times[place]) else after_the_run
-
-    return until
+        time = holder.turn if self.needed_in == "turn" else holder.step
+        if self.needed_in == "round":
+            steps = self.steps_in_place[_place_in_a_round(holder)]
+            later = bisect_right(steps, holder.step)
+            if later == len(steps):
+                return self.after_the_run
+            time = steps[later]
+        later = bisect_right(self.times, time)
+        return self.samples[later] if later < len(self.times) else self.after_the_run
 
 
 def _place_in_a_round(holder: Holder) -> tuple:

@@ -173,6 +173,8 @@ def _embedding_bag(args, out):
 
 
 def _refuse_lstm(args, out):
+    if not torch.is_grad_enabled():
+        return out
     raise CannotTrace(
         "nn.LSTM keeps a workspace for backward whose size only oneDNN, or cuDNN on a card, knows: "
         "measure one real step with MemoryTracker"

@@ -195,7 +195,7 @@ def predict(
             "torch.device('meta') it costs no memory)"
         )
     source = source_of(model_or_config)
-    if target == "cuda" and any(isinstance(m, nn.RNNBase) for m in source.skeleton.modules()):
+    if target == "cuda" and any(map(_is_trained_and_recurrent, source.skeleton.modules())):
         raise CannotTrace(
             "measure one real step with MemoryTracker: a recurrent layer of cuDNN keeps a "
             "workspace for backward whose size only cuDNN knows"
@@ -214,6 +214,10 @@ def predict(
     if source.is_user_module and batch is not None and peak <= MOST_ASKED:
         check_loss_in_pieces(source.skeleton, batch, recipe, loss, items)
     return _prediction(question, step)
+
+
+def _is_trained_and_recurrent(module: nn.Module) -> bool:
+    return isinstance(module, nn.RNNBase) and any(p.requires_grad for p in module.parameters())
 
 
 def _check_ranks(recipe: Recipe, ranks: int | None, rank: int) -> None:

@@ -13,46 +13,101 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from multiprocessing.pool import AsyncResult, Pool
+from multiprocessing.connection import Connection
 
 import torch
 
 from .extrapolation import Trace
 from .question import Question, Source
 
-# Then the other process is taken to hang, as where a lock was held when it was forked (Jupyter has
-# threads of its own), or to have been killed.
+# Then the other process is taken to hang, as where a lock was held when it was forked: Jupyter has
+# threads of its own.
 SECONDS_TO_ANSWER = 120
 
 
-# In the second process alone: what its questions are about, and what answers them.
-_asked: list[tuple[Source, Callable[[Question], Trace]]] = []
+class SecondProcess:
+    """A fork of this process that answers questions about ``source`` with ``trace(question)``, in
+    the order in which they are asked.
+
+    The fork has the model already. So a question is sent without it, and a list of layers is sent
+    as its place in ``source.lists``.
+    """
+
+    def __init__(self, source: Source, trace: Callable[[Question], Trace]):
+        self._lists = source.lists  # found before the fork, so that both have the same ones
+        fork = multiprocessing.get_context("fork")
+        # One pipe for each direction: first its end that reads, then its end that writes.
+        questions, self._questions = fork.Pipe(duplex=False)
+        self._answers, answers = fork.Pipe(duplex=False)
+        ends_of_this_process = [self._questions, self._answers]
+        self._process = fork.Process(
+            target=_answer_questions,
+            args=(source, trace, questions, answers, ends_of_this_process),
+            daemon=True,
+        )
+        self._process.start()
+        questions.close()
+        answers.close()
+
+    def ask(self, questions: Sequence[Question]) -> None:
+        """Ask for traces. The other process begins, and this one goes on."""
+        for question in questions:
+            places = [self._lists.index(one.several) for one in question.kept]
+            kept = [one._replace(several=None) for one in question.kept]
+            question = replace(question, source=None, kept=())
+            with suppress(OSError):  # the other process has ended: `answer` finds that out
+                self._questions.send((question, kept, places))
+
+    def answer(self) -> Trace | None:
+        """The trace of the first question that is not answered yet.
+
+        ``None`` if the trace failed in the other process, or if that process has ended or hangs. A
+        trace in this process then works, or raises the error.
+        """
+        try:
+            if not self._answers.poll(SECONDS_TO_ANSWER):
+                self._process.kill()
+            return self._answers.recv()
+        except (EOFError, OSError):  # it has ended; with OSError, in the middle of an answer
+            return None
+
+    def close(self) -> None:
+        """End the process at once, whatever it is doing: it has nothing to save."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._questions.close()
+        self._answers.close()
 
 
-def _begin(source: Source, trace: Callable[[Question], Trace]) -> None:
+def _answer_questions(
+    source: Source,
+    trace: Callable[[Question], Trace],
+    questions: Connection,
+    answers: Connection,
+    ends_of_first_process: list[Connection],
+) -> None:
+    """What the second process does until the first one ends it, or has ended itself."""
+    for connection in ends_of_first_process:
+        connection.close()  # a pipe ends only where nobody has its other end open
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process gets Ctrl-C, and ends this one
     torch.set_num_threads(1)  # the first process's threads do not exist here
     gc.freeze()  # what the first process has made is not garbage here
-    _asked.append((source, trace))
-
-
-def _answer(question: Question, places: list[int]) -> Trace:
-    ((source, trace),) = _asked
-    kept = []
-    for one, place in zip(question.kept, places, strict=True):
-        kept.append(one._replace(several=source.lists[place]))
-    return trace(replace(question, source=source, kept=tuple(kept)))
-
-
-def _ask(other: Pool, question: Question) -> AsyncResult:
-    """Ask for a trace. The other process, a fork, has the model already: the question is sent
-    without it, and a list of layers as its place in ``source.lists``.
-    """
-    places, kept = [], []
-    for one in question.kept:
-        places.append(question.source.lists.index(one.several))
-        kept.append(one._replace(several=None))
-    return other.apply_async(_answer, (replace(question, source=None, kept=tuple(kept)), places))
+    while True:
+        try:
+            question, kept, places = questions.recv()
+        except EOFError:  # the first process has ended
+            return
+        whole = []
+        for one, place in zip(kept, places, strict=True):
+            whole.append(one._replace(several=source.lists[place]))
+        answer: Trace | None = None
+        with suppress(Exception):  # the first process traces it again, and raises the error
+            answer = trace(replace(question, source=source, kept=tuple(whole)))
+        try:
+            answers.send(answer)
+        except OSError:  # the first process has ended
+            return
 
 
 def can_fork() -> bool:
@@ -74,12 +129,11 @@ def can_fork() -> bool:
 @contextmanager
 def second_process(source: Source, trace: Callable[[Question], Trace]) -> Iterator[None]:
     """While the block runs, ``traces_of(source, ...)`` uses a second process, where that is
-    possible and of use. It answers with ``trace``.
+    possible and of use.
     """
-    if source.lists and can_fork():  # the lists are found before the fork: both have the same ones
+    if source.lists and can_fork():
         with suppress(OSError):  # no memory or number is left for one more process
-            fork = multiprocessing.get_context("fork")
-            source.second_process = fork.Pool(1, _begin, (source, trace))
+            source.second_process = SecondProcess(source, trace)
     try:
         yield
     finally:
@@ -87,12 +141,10 @@ def second_process(source: Source, trace: Callable[[Question], Trace]) -> Iterat
 
 
 def _end_second_process(source: Source) -> None:
-    """End it at once, whatever it is doing: it has nothing to save."""
     other = source.second_process
     source.second_process = None
     if other is not None:
-        other.terminate()
-        other.join()
+        other.close()
 
 
 def traces_of(
@@ -104,17 +156,24 @@ def traces_of(
     if other is None or not can_be_sent or len(questions) < 2:
         return [trace(one) for one in questions]
     middle = (len(questions) + 1) // 2
-    sent = questions[:middle]  # one more than here, since short traces come before longer ones
-    answers = [_ask(other, one) for one in sent]
-    here = [trace(one) for one in questions[middle:]]
-    there = []
-    for question, answer in zip(sent, answers, strict=True):
+    there = questions[:middle]  # one more than here, since short traces come before longer ones
+    here: list[Trace] = []
+    error: Exception | None = None
+    try:
+        other.ask(there)
         try:
-            if source.second_process is None:
-                raise multiprocessing.TimeoutError
-            there.append(answer.get(SECONDS_TO_ANSWER))
-        except Exception as error:  # a trace in this process works, or raises the error
-            if isinstance(error, multiprocessing.TimeoutError):
-                _end_second_process(source)
-            there.append(trace(question))
-    return there + here
+            for question in questions[middle:]:
+                here.append(trace(question))
+        except Exception as raised:
+            error = raised  # it is raised below: first, what was asked for has to be answered
+        answers = [other.answer() for _ in there]
+    except BaseException:  # such as Ctrl-C
+        # The next answer would be taken for one to another question.
+        _end_second_process(source)
+        raise
+    if error is not None:
+        raise error
+    traces = []
+    for question, answer in zip(there, answers, strict=True):
+        traces.append(trace(question) if answer is None else answer)
+    return traces + here

@@ -9,12 +9,11 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..measure.meter import ids_of_parameters
 from ..measure.recording import Recording
 from ..model.structure import NO_MODEL, Structure
 
@@ -25,7 +24,8 @@ class FoundModel:
 
     ``name``: its class, with a number if there are several of it. ``with_grad``: it was called
     while gradients were recorded, and it has a parameter that needs one. ``trained``: an optimizer
-    has one of its parameters. ``is_left``: it is what is left of a module that is gone.
+    has one of its parameters. ``compared``: the number of parameters of each optimizer that was
+    asked for that. ``is_left``: it is what is left of a module that is gone.
     """
 
     module: weakref.ref[nn.Module]
@@ -33,6 +33,9 @@ class FoundModel:
     with_grad: bool = False
     trained: bool = False
     is_left: bool = False
+    compared: weakref.WeakKeyDictionary[Optimizer, int] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
 
     def __post_init__(self) -> None:
         self._parts = []
@@ -100,12 +103,19 @@ class FoundModels:
     def note_step(self, optimizer: Optimizer) -> bool:
         """An optimizer steps, or is found. Returns whether that changes what is known."""
         self._leave_the_gone()
-        waiting = [model for model in self.found if not model.trained]
+        # a group of parameters may have been added since an optimizer was compared
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        waiting = [
+            model
+            for model in self.found
+            if not model.trained and model.compared.get(optimizer) != count
+        ]
         if not waiting:
             return False
-        stepped = ids_of_parameters([optimizer])
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
         changed = False
         for model in waiting:
+            model.compared[optimizer] = count
             module = model.module()
             if module is not None and any(id(p) in stepped for p in module.parameters()):
                 model.trained = changed = True

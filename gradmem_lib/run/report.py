@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from html import escape
 
 from ..measure.cause import in_words
 from ..measure.causes_of_growth import GROWTH
 from ..measure.diagnosis import Diagnosis
-from ..measure.timeline import Holder, MemorySnapshot
+from ..measure.timeline import Holder, MemorySnapshot, Timeline
 from ..units import format_bytes
 from ..view.diagnosis import diagnose
 from ..view.live import explorable_html, scene_of
 from ..view.timeline import describe
-from .steps import in_rows
+from .host import Host
+from .steps import StepPeak, in_rows
 from .tracking import ScriptTracker
 
 SHOWN_HOLDERS, SHOWN_STEPS = 40, 40
@@ -59,14 +59,44 @@ class Report:
     """
 
     title: str
-    tracker: ScriptTracker
+    budget: int | None
+    steps: int
+    device: str
+    allocator: dict[str, int] | None
+    diagnosis: Diagnosis
+    timeline: Timeline
+    moment_peaks: dict[str, int]
+    step_peaks: Sequence[StepPeak]
+    groups: Sequence[Group]
+    notes: Sequence[str]
+    host: Host
+    growing_graph: str = ""
     ended: str = ""
     failed: bool = False
     error: str = ""
 
-    @cached_property
-    def diagnosis(self) -> Diagnosis:
-        return diagnose(self.tracker)
+    @classmethod
+    def of(
+        cls, tracker: ScriptTracker, title: str, *, ended: str, failed: bool, error: str
+    ) -> Report:
+        return cls(
+            title=title,
+            budget=tracker.budget,
+            steps=tracker.steps,
+            device=str(tracker.device),
+            allocator=tracker.allocator,
+            diagnosis=diagnose(tracker),
+            timeline=tracker.timeline,
+            moment_peaks=tracker.moment_peaks,
+            step_peaks=tracker.step_peaks,
+            groups=grouped(tracker.holders()),
+            notes=tracker.notes,
+            host=tracker.host,
+            growing_graph=tracker.growing_graph,
+            ended=ended,
+            failed=failed,
+            error=error,
+        )
 
     @property
     def peak(self) -> MemorySnapshot:
@@ -74,9 +104,8 @@ class Report:
 
     @property
     def headline(self) -> str:
-        done = self.tracker.steps
-        steps = f"{done:,} optimizer step{'s' * (done != 1)}"
-        words = f"{steps}, bytes of the {str(self.tracker.device).upper()} counted."
+        steps = f"{self.steps:,} optimizer step{'s' * (self.steps != 1)}"
+        words = f"{steps}, bytes of the {self.device.upper()} counted."
         return f"{words} {self.ended}".rstrip()
 
     @property
@@ -84,7 +113,7 @@ class Report:
         """Whether the script has failed in its first forward, or right after it."""
         facts = self.diagnosis.facts
         finished = [done for done in facts.forwards if done.live_after]
-        has_trained = self.tracker.steps > 0 or facts.had_backward
+        has_trained = self.steps > 0 or facts.had_backward
         return self.failed and not has_trained and len(finished) <= 1
 
     def by_category(self) -> list[tuple[str, int]]:
@@ -93,7 +122,7 @@ class Report:
 
     def by_moment(self) -> list[tuple[str, int]]:
         """The highest number of live bytes in each moment that occurred."""
-        return sorted(self.tracker.moment_peaks.items(), key=lambda pair: -pair[1])
+        return sorted(self.moment_peaks.items(), key=lambda pair: -pair[1])
 
     def next_thing(self) -> str:
         """The first thing to do, in a sentence; empty if there is nothing."""
@@ -115,7 +144,7 @@ class Report:
 
     def text(self) -> str:
         step = ""
-        if self.tracker.steps and not self.diagnosis.facts.outside_of_training:
+        if self.steps and not self.diagnosis.facts.outside_of_training:
             step = f", in step {self.peak.step + 1:,}"
         lines = [
             f"gradmem run {self.title}: {self.headline}",
@@ -131,10 +160,9 @@ class Report:
         return "\n".join(line for line in lines if line)
 
     def html(self) -> str:
-        timeline, budget = self.tracker.timeline, self.tracker.budget
-        settings = {"title": "Live bytes by category", "budget": float(budget or 0)}
-        scene = scene_of(timeline, self.peak, **settings)
-        words = escape(describe(timeline, title=self.title, budget=budget))
+        settings = {"title": "Live bytes by category", "budget": float(self.budget or 0)}
+        scene = scene_of(self.timeline, self.peak, **settings)
+        words = escape(describe(self.timeline, title=self.title, budget=self.budget))
         picture = explorable_html([scene], words)
         categories = _table(("category at the peak", "*bytes"), _sizes(self.by_category()))
         moments = _table(("highest of each moment", "*bytes"), _sizes(self.by_moment()))
@@ -156,20 +184,20 @@ class Report:
 
     def _growth(self) -> list[str]:
         """What grows beside the counted tensors, or without a byte of them."""
-        found = [self.tracker.host.growth()]
+        found = [self.host.growth()]
         if GROWTH not in [cause.name for cause in self.diagnosis.causes]:
-            found.append(self.tracker.growing_graph)
+            found.append(self.growing_graph)
         return [words for words in found if words]
 
     def _more(self) -> list[str]:
         """The allocator's figures, an error that was read, and notes."""
-        lines = self.tracker.host.words()
-        if self.tracker.allocator:
-            figures = [f"{name} {format_bytes(n)}" for name, n in self.tracker.allocator.items()]
+        lines = self.host.words()
+        if self.allocator:
+            figures = [f"{name} {format_bytes(n)}" for name, n in self.allocator.items()]
             lines.append(f"The allocator's own figures: {', '.join(figures)}.")
         if self.error:
             lines.append(f"What the error says:\n{self.error}")
-        lines += [f"Note: {note}." for note in self.tracker.notes]
+        lines += [f"Note: {note}." for note in self.notes]
         return lines
 
     def _causes(self) -> str:
@@ -202,15 +230,14 @@ class Report:
 
     def _steps(self) -> str:
         rows = []
-        for peak in in_rows(self.tracker.step_peaks, SHOWN_STEPS):
+        for peak in in_rows(list(self.step_peaks), SHOWN_STEPS):
             sizes = format_bytes(peak.total), format_bytes(peak.live_after)
             rows.append((peak.words, sizes[0], peak.moment, sizes[1]))
         return _table(("step", "*peak", "in", "*live at its end"), rows)
 
     def _holders(self) -> str:
         rows = []
-        groups = grouped(self.tracker.holders())
-        for group in groups[:SHOWN_HOLDERS]:
+        for group in self.groups[:SHOWN_HOLDERS]:
             holder = group.example
             rows.append(
                 (
@@ -226,7 +253,7 @@ class Report:
         heads = ("*bytes", "made at", "category", "*storages")
         of_the_largest = ("the largest is of", "its tensor", "held by")
         table = _table((*heads, *of_the_largest), rows)
-        rest = groups[SHOWN_HOLDERS:]
+        rest = self.groups[SHOWN_HOLDERS:]
         if rest:
             nbytes = sum(group.nbytes for group in rest)
             table += f"<p>{len(rest):,} more lines have {format_bytes(nbytes)} together.</p>"

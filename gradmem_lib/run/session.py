@@ -109,9 +109,9 @@ class Session:
             return
         from .report import Report
 
-        report = Report(
-            self.title,
+        report = Report.of(
             self.tracker,
+            self.title,
             ended=GOES_ON if goes_on else _how_it_ended(error),
             failed=_has_failed(error),
             error=_explained(error),

@@ -153,12 +153,9 @@ class ScriptMeter(Meter):
     def as_owner(self, module: nn.Module) -> Owner:
         return self.models.name_of(module) or super().as_owner(module)
 
-    observe = shielded(Meter.observe)
-    end_forward = shielded(Meter.end_forward)
-    note_weights = shielded(Meter.note_weights)
-    after_step = shielded(Meter.after_step)
-    tag_parameter = shielded(Meter.tag_parameter)
-    _begin_found_forward = shielded(Meter.begin_forward)
+    @shielded
+    def observe(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
+        super().observe(func, args, kwargs, out)
 
     def begin_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if self._is_at_limit():
@@ -192,10 +189,30 @@ class ScriptMeter(Meter):
         self.host.look(steps, counted, at_the_end)
 
     @shielded
+    def _begin_found_forward(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        super().begin_forward(module, args, kwargs)
+
+    @shielded
+    def end_forward(self, out: Any) -> None:
+        super().end_forward(out)
+
+    @shielded
+    def note_weights(self, module: nn.Module) -> None:
+        super().note_weights(module)
+
+    @shielded
     def before_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> Any:
         if self.models.note_step(optimizer):
             self.sync()
         return super().before_step(optimizer, args, kwargs)
+
+    @shielded
+    def _tag_parameter(self, parameter: torch.Tensor) -> None:
+        super()._tag_parameter(parameter)
+
+    @shielded
+    def after_step(self, optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+        super().after_step(optimizer, args, kwargs)
 
     def sync(self, states: bool = True) -> None:
         super().sync(states)

@@ -56,12 +56,11 @@ def _measured(chain: Chain, i: int, x: Any, rest: tuple) -> tuple[LayerBytes, An
 
 
 def best_schedule(
-    sizes: list[LayerBytes], layers: int, keep_last: bool | None, *, same_kind: bool
+    sizes: list[LayerBytes], layers: int, keep_last: bool | None
 ) -> tuple[Schedule, bool]:
-    """The segments of so many ``layers``, and whether the last one is kept.
-
-    ``same_kind``: the layers get the same arguments, so that they may share a segment.
+    """The segments of so many ``layers``, and whether the last one is kept. Layers without a size
+    are no segment together.
     """
-    if same_kind and len(sizes) == layers:
+    if len(sizes) == layers:
         return safe_segments(sizes, keep_last)
     return [1] * layers, bool(keep_last)

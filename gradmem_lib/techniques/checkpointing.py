@@ -291,14 +291,13 @@ class _LayerCalls:
             raise RuntimeError(
                 f'layer {i} was called before layer 0, at which "best" measures all layers'
             )
-        sizes = measured_layers(self.chain, x, rest)
-        # Where a batch has padding, layers of different kinds get different masks.
+        # Where a batch has padding, layers of different kinds get different masks: each is a
+        # segment of its own, and they are not measured with those of layer 0.
         kinds = set(getattr(getattr(self.owner, "config", None), "layer_types", None) or ())
+        sizes = measured_layers(self.chain, x, rest) if len(kinds) < 2 else []
         self.internal = [size.internal for size in sizes]
         self.boundary = [size.boundary for size in sizes]
-        self.segments, self.keep_last = best_schedule(
-            sizes, len(self.layers), self.keep_last, same_kind=len(kinds) < 2
-        )
+        self.segments, self.keep_last = best_schedule(sizes, len(self.layers), self.keep_last)
 
 
 def _for_the_next_layer(i: int, out: Any) -> Any:

@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdRef
 
 from ..compat.autograd import next_sequence_nr, saved_by_checkpoint
-from ..compat.tensors import base_of, storage_key, version
+from ..compat.tensors import base_of, is_zero_tensor, storage_key, version
 from ..measure.storages import own_storage, storages_of
 from ..names import OFFLOAD, check_choice
 
@@ -122,7 +122,9 @@ class offload_activations(saved_tensors_hooks):
         storage = own_storage(tensor) if tensor.layout == torch.strided else None
         if storage is None or not storage.nbytes() or storage_key(storage) in self._excluded:
             return False
-        return not (tensor.is_conj() or tensor.is_neg())  # these are not as they are stored
+        if tensor.is_conj() or tensor.is_neg() or is_zero_tensor(tensor):  # not as it is stored
+            return False
+        return not tensor.is_quantized
 
     def _path(self) -> Path:
         if self._folder is None:

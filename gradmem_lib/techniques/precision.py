@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ..compat.fake_tensors import has_numbers
 from .adam import AdamW, adam_step
@@ -159,17 +160,63 @@ class StochasticAdamW(KeepsStateDtypes):
         return None
 
 
-class GradScaler(torch.amp.GradScaler):
-    """Keeps float16 gradients from rounding to zero: torch's scaler, on the card if there is one,
-    and on the CPU otherwise.
+class GradScaler:
+    """Keeps float16 gradients from rounding to zero: it multiplies the loss by ``factor``, and
+    divides the gradients by it.
 
-    It multiplies the loss by a factor, and divides the gradients by it. If a gradient is not
-    finite, the factor was too large: the step is skipped and the factor is halved. After
-    ``growth_interval`` good steps in a row, it is doubled.
+    If a gradient is not finite, ``factor`` was too large: the step is skipped and ``factor`` is
+    halved. After ``growth_interval`` good steps in a row, ``factor`` is doubled. The names are
+    those of ``torch.amp.GradScaler``.
     """
 
     def __init__(self, init_scale: float = 2.0**16, growth_interval: int = 2000):
-        device = "cpu"
-        if torch.cuda.is_available():
-            device = "cuda"
-        super().__init__(device, init_scale=init_scale, growth_interval=growth_interval)
+        self.factor, self.growth_interval = init_scale, growth_interval
+        self.good_steps = 0
+        # Since the last update: whether the divided gradients are finite, and who has stepped.
+        self.finite: dict[Optimizer, bool] = {}
+        self.stepped = set[Optimizer]()
+
+    def scale(self, loss: Tensor) -> Tensor:
+        return loss * self.factor
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients in place, so that they can be clipped before ``step``.
+
+        Raises ``RuntimeError`` if they are divided already.
+        """
+        if optimizer in self.finite:
+            raise RuntimeError(
+                "these gradients are divided already: call unscale_() once before a step, and "
+                "update() after it"
+            )
+        largest = []
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is not None and gradient.numel():
+                    gradient.div_(self.factor)
+                    largest.append(torch.linalg.vector_norm(gradient, torch.inf))
+        self.finite[optimizer] = all(norm.isfinite().item() for norm in largest)
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Divide the gradients, if ``unscale_`` has not, then step unless one is not finite."""
+        if optimizer in self.stepped:
+            raise RuntimeError("call update() after each step of an optimizer")
+        if optimizer not in self.finite:
+            self.unscale_(optimizer)
+        self.stepped.add(optimizer)
+        if self.finite[optimizer]:
+            optimizer.step()
+
+    def update(self) -> None:
+        finite = all(self.finite.values())
+        self.finite.clear()
+        self.stepped.clear()
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.factor /= 2
+        elif self.good_steps == self.growth_interval:
+            self.factor, self.good_steps = self.factor * 2, 0
+
+    def get_scale(self) -> float:
+        return self.factor

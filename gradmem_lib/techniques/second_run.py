@@ -2,13 +2,12 @@
 
 A checkpoint runs a forward again in backward, and ``accumulate_through_embeddings`` runs one again
 with a graph. The second run must compute the same as the first, and leave no trace. So it gets the
-random numbers of the first run, copies of the buffers and other tensors that a forward writes, such
-as the running statistics of a ``BatchNorm``, the numbers among the modules' attributes, and the
-items that the lists and dicts among the arguments had. torch's own random numbers are left to the
-caller: PyTorch's checkpoint takes care of them. What a forward writes into other attributes (a
-list) is put back afterwards, but not found again, and what it reads and writes elsewhere (the
-generator of a data set) is neither. So the first two runs are compared. A forward that writes
-frozen weights, of which no copy is made, is refused.
+random numbers of the first run, copies of the buffers that a forward writes, such as the running
+statistics of a ``BatchNorm``, the numbers among the modules' attributes, and the items that the
+lists and dicts among the arguments had. torch's own random numbers are left to the caller:
+PyTorch's checkpoint takes care of them. What a forward writes into other attributes (a list, a
+tensor that is no buffer) is put back afterwards, but not found again, and what it reads and writes
+elsewhere (the generator of a data set) is neither. So the first two runs are compared.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ from .module_state import Contents
 # Attributes of modules that a forward may change: generators, a counter, a switch.
 _KEPT = (random.Random, np.random.Generator, np.random.RandomState, bool, int, float, str)
 _OF_EACH_MODULE = frozenset(vars(nn.Module()))  # attributes that torch reads and writes
-# By module, and by its mode (``training``): the names of the buffers and of other tensors that its
-# forward writes.
+# By module, and by its mode (``training``): the names of the buffers and of other untrained tensors
+# that its forward writes.
 _WRITTEN: WeakKeyDictionary[nn.Module, dict[bool, set[str]]] = WeakKeyDictionary()
-_MAY_BE_WRITTEN = WeakTensorKeyDictionary()  # buffers and other tensors that a run has found
+_BUFFERS = WeakTensorKeyDictionary()  # those that a run has found
 
 
 def checkpoint_again(
@@ -84,7 +83,7 @@ class _Saved:
         self.sums: list[Tensor] = []
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         # A BatchNorm changes what it has saved: its buffers.
-        if plain and has_numbers(tensor) and tensor.numel() and tensor not in _MAY_BE_WRITTEN:
+        if plain and has_numbers(tensor) and tensor.numel() and tensor not in _BUFFERS:
             with torch.no_grad(), without_modes():  # a tracker measures the model's step
                 self.sums = _sums(tensor)
 
@@ -127,10 +126,6 @@ WRITTEN_LATER = (
     "make a new tensor (x = x + y in place of x += y): an operation in place has changed what a "
     "checkpointed layer had saved for its backward"
 )
-FROZEN_WRITTEN = (
-    "keep what a forward changes in buffers, or change frozen weights after the forward: this one "
-    "changes those of a {}, and it runs a second time"
-)
 RUNS_DIFFER = (
     "keep the tensors that a forward changes in buffers of its module, and draw random numbers "
     "from torch, random, np.random or a generator that is an attribute of it: the second run of a "
@@ -142,8 +137,9 @@ RUNS_DIFFER = (
 
 
 def watched_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules of ``model`` whose tensors have been copied once, in their first forward."""
-    return [part for part in model.modules() if part in _WRITTEN and _untrained_tensors(part)]
+    """The modules of ``model`` whose buffers have been copied once, in their first forward."""
+    parts = [part for part in model.modules() if part in _WRITTEN]
+    return [part for part in parts if next(part.buffers(recurse=False), None) is not None]
 
 
 class FirstRun:
@@ -160,9 +156,8 @@ class FirstRun:
     ``given``: arguments of the forward. Lists and dicts among them get back the items that they
     have now.
 
-    Bytes: a copy of each buffer, and of each other tensor among the attributes, that the forward
-    writes. Which ones these are is asked in the first forward of a module, during which there is a
-    copy of each of them.
+    Bytes: a copy of each buffer that the forward writes. Which ones these are is asked in the first
+    forward of a module, during which there is a copy of each of its buffers.
     """
 
     def __init__(self, modules: Iterable[nn.Module], given: Any = ()):
@@ -187,39 +182,37 @@ class FirstRun:
     def watched(self) -> Iterator[None]:
         """The first run."""
         copied: dict[int, Any] = {}
-        before = []
-        frozen = self._versions_of_frozen()
+        before, others = [], self._versions_of_others()
         for module in self.modules:
             written = _WRITTEN.setdefault(module, {}).get(module.training)
-            for name, tensor in _untrained_tensors(module).items():
-                before.append((module, name, tensor, version_of(tensor)))
-                _MAY_BE_WRITTEN[tensor] = None
+            for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+                before.append((module, name, buffer, version_of(buffer)))
+                _BUFFERS[buffer] = None
                 if written is None or name in written:
-                    self.copies[module, name] = _copy(tensor, copied)
+                    self.copies[module, name] = _copy(buffer, copied)
         with self.used:
             yield
-        for place, version_now in self._versions_of_frozen().items():
-            if frozen.get(place, version_now) != version_now:
-                raise RuntimeError(FROZEN_WRITTEN.format(type(place[0]).__name__))
         asked = [module for module in self.modules if module.training not in _WRITTEN[module]]
         for module in asked:
             _WRITTEN[module][module.training] = set()
-        for module, name, tensor, old_version in before:
-            now = getattr(module, name, None)
-            changed = now is not tensor or version_of(tensor) != old_version
+        for module, name, buffer, old_version in before:
+            changed = getattr(module, name) is not buffer or version_of(buffer) != old_version
             if module in asked and not changed:
-                changed = self._differs(module, name, tensor)
+                changed = self._differs(module, name, buffer)
             if changed:
                 self._note(module, name)
+        same_tensors = {other[:3] for other in others}
+        for module, name, number, _ in self._versions_of_others() - others:
+            if (module, name, number) in same_tensors:
+                _WRITTEN[module][module.training].add(name)
 
-    def _versions_of_frozen(self) -> dict[tuple[nn.Module, int], int]:
-        """How often each frozen weight was changed in place."""
-        found = {}
+    def _versions_of_others(self) -> set[tuple[nn.Module, str, int, int]]:
+        """The tensors that are no buffers, by module and name, and their versions."""
+        found = set()
         for module in self.modules:
-            for weight in module.parameters(recurse=False):
-                if not weight.requires_grad:
-                    # By its number: a tensor that the forward replaces must not stay in memory.
-                    found[module, id(weight)] = version_of(weight)
+            for name, tensor in _other_tensors(module):
+                # By its number: a tensor that the forward replaces must not stay in memory.
+                found.add((module, name, id(tensor), version_of(tensor)))
         return found
 
     def _differs(self, module: nn.Module, name: str, buffer: Tensor) -> bool:
@@ -240,7 +233,7 @@ class FirstRun:
         _WRITTEN[module][module.training].add(name)
         if (module, name) in self.copies:
             return
-        self.copies[module, name] = getattr(module, name, None)
+        self.copies[module, name] = getattr(module, name)
         warnings.warn(
             f"this forward is the first in which a {type(module).__name__} changes its buffer "
             f"{name}, of which there is no older copy. If its output depends on the buffer, this "
@@ -252,7 +245,8 @@ class FirstRun:
     def found_again(self) -> Iterator[None]:
         """A second run. Afterwards, all is as just before it."""
         copied: dict[int, Any] = {}
-        own = {(owner, name): getattr(owner, name, None) for owner, name in self.copies}
+        found = self._copies_to_write_to()
+        own = {(owner, name): getattr(owner, name) for owner, name in found | self.copies}
         attributes = list(map(_attributes, self.modules))
         contents, given = Contents(attributes), Contents(item for item, _ in self.given.items)
         of_torch = {generator: generator.get_state() for generator in self.used.states}
@@ -263,6 +257,8 @@ class FirstRun:
                 generator.set_state(state)
             for place, value in self.copies.items():
                 setattr(*place, _copy(value, copied))
+            for place, copy in found.items():
+                setattr(*place, copy)
             self.given.put_back()
             with self.used:
                 yield
@@ -276,6 +272,21 @@ class FirstRun:
             contents.put_back()
             for place, value in own.items():
                 setattr(*place, value)
+
+    def _copies_to_write_to(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """Copies of the tensors, besides buffers, that the second run is going to write in place.
+
+        The first run made none, so no mode that compares the operations of both may see this.
+        """
+        found: dict[tuple[nn.Module, str], Tensor] = {}
+        copied: dict[int, Any] = {}
+        for module in self.modules:
+            written = _WRITTEN.get(module, {}).get(module.training, ())
+            for name, tensor in _other_tensors(module):
+                if name in written:
+                    with without_modes():
+                        found[module, name] = _copy(tensor, copied)
+        return found
 
 
 class _UsedGenerators(TorchFunctionMode):
@@ -303,21 +314,23 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in _OF_EACH_MODULE}
 
 
-def _untrained_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """The tensors of a module, by name, that are no weights and have no graph."""
-    found = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+def _other_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a module that are neither trained nor buffers."""
     for name, value in _attributes(module).items():
-        dense = isinstance(value, Tensor) and value.layout == torch.strided
-        if dense and not value.requires_grad:
-            found[name] = value
-    return found
+        if isinstance(value, Tensor):
+            yield name, value
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if not parameter.requires_grad:
+            yield name, parameter
 
 
 def _copy(value: Any, copied: dict[int, Any]) -> Any:
     """A copy, or the one in ``copied`` that was made of the same object."""
     if id(value) not in copied:
-        is_tensor = isinstance(value, Tensor)
-        copied[id(value)] = value.detach().clone() if is_tensor else deepcopy(value)
+        copy = value.detach().clone() if isinstance(value, Tensor) else deepcopy(value)
+        if isinstance(value, nn.Parameter):  # as a module demands
+            copy = nn.Parameter(copy, requires_grad=False)
+        copied[id(value)] = copy
     return copied[id(value)]
 
 

@@ -48,6 +48,14 @@ def batch_norms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _is_instance_norm(module: nn.Module) -> bool:
+    """Whether ``module`` normalizes each row by itself in training. The running statistics that it
+    may keep are read in evaluation only.
+    """
+    kinds = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    return module.training and isinstance(module, kinds)
+
+
 @contextmanager
 def warning_of_changed_buffers(model: nn.Module | None, stacklevel: int) -> Iterator[None]:
     """Around a forward in training: warns of the first module whose buffers it has changed.
@@ -59,8 +67,10 @@ def warning_of_changed_buffers(model: nn.Module | None, stacklevel: int) -> Iter
     if model is not None:
         have_a_warning = dict(batch_norms(model))
         for name, module in model.named_modules():
+            if name in have_a_warning or _is_instance_norm(module):
+                continue
             for buffer_name, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point() and name not in have_a_warning:
+                if buffer.is_floating_point():
                     before.append((name, buffer_name, weakref.ref(buffer), version(buffer)))
     yield
     for name, buffer_name, reference, version_before in before:

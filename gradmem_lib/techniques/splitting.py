@@ -74,10 +74,10 @@ def _refuse_lists_of_rows(batch: Any, rows: int) -> None:
     each micro-batch would get all of them.
     """
     entries = as_dict(batch)
-    if isinstance(entries, Tensor) or rows == 1:
-        return
     if isinstance(entries, dict):
-        entries = entries.values()
+        entries = list(entries.values())
+    if rows == 1 or not isinstance(entries, list | tuple):
+        return
     for value in entries:
         if not isinstance(value, list | tuple) or len(value) != rows:
             continue

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -110,23 +111,51 @@ def merge_adapters(model: nn.Module) -> nn.Module:
     """Write LoRA's additions into the weights, in place, or into a copy of a weight that another
     module has too. Returns ``model`` as an ordinary model, to save and load anywhere.
 
-    Raises ``ValueError`` for a base in 4 bits, whose rounding would lose them, and for a ``peft``
-    model, which merges its adapters itself.
+    For a ``peft`` model, this is its ``merge_and_unload``. Raises ``ValueError`` for a base in 4
+    bits, whose rounding would lose them, and for a ``peft`` model that adds tokens, not weights.
     """
-    if hasattr(model, "peft_config"):
+    if hasattr(model, "peft_config") and not hasattr(model, "merge_and_unload"):
+        if hasattr(model, "prompt_encoder"):
+            raise ValueError(
+                "write what was trained with model.save_pretrained(folder): tokens that are put "
+                "before each row (prompt and prefix tuning) are in no weight of the base"
+            )
         raise ValueError(
-            "call model.merge_and_unload(), which is PEFT's own merge; what was trained beside the "
-            "weights, as in prompt and prefix tuning, is written by model.save_pretrained(folder)"
+            "write the adapters with model.save_pretrained(folder), and merge "
+            "peft.PeftModel.from_pretrained(base, folder): add_adapter gives a model no merge of "
+            "its own"
         )
     owners = Counter(id(weight) for _, weight in model.named_parameters(remove_duplicate=False))
+
+    def let_own(layer: nn.Module) -> None:
+        weight = getattr(layer, "weight", None)
+        if owners[id(weight)] > 1:  # an embedding, say, has it too, and keeps it
+            own_weight = weight.detach().clone()
+            layer.weight = nn.Parameter(own_weight, requires_grad=False)
+
+    if hasattr(model, "merge_and_unload"):
+        for module in model.modules():
+            if hasattr(module, "get_base_layer"):
+                let_own(module.get_base_layer())
+        return _untied_in_config(model.merge_and_unload())
     layers = sorted(
         adapters_of(model).items(), key=lambda t: isinstance(t[1].base.weight, nn.Parameter)
     )
     # those in 4 bits come first: they are refused before anything changes
     for name, module in layers:
-        weight = module.base.weight
-        if owners[id(weight)] > 1:  # an embedding, say, has it too, and keeps it
-            own_weight = weight.detach().clone()
-            module.base.weight = nn.Parameter(own_weight, requires_grad=False)
+        let_own(module.base)
         model.set_submodule(name, module.merged())
+    return model
+
+
+def _untied_in_config(model: nn.Module) -> nn.Module:
+    """``model``, whose config says so if its head has no longer the embedding's weight: to load it
+    would tie them again.
+    """
+    config: Any = getattr(model, "config", None)
+    head = None
+    if getattr(config, "tie_word_embeddings", False):
+        head = model.get_output_embeddings()
+    if head is not None:
+        config.tie_word_embeddings = head.weight is model.get_input_embeddings().weight
     return model

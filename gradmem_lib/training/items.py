@@ -72,10 +72,11 @@ def find_rule(
     are. It is the answer too where rows cannot tell.
 
     It costs forwards of 1 to 4 rows without gradients, in eval mode, once for each model and
-    ``key``: each row is computed alone and in a group (``groups_of_rows``), which takes less time
-    than one step. What a loss does in training alone is not seen, nor a difference that is smaller
-    than rounding: about 1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are compared, and
-    not gradients, so a comparison of rows that cancels in the loss is not seen.
+    ``key``: each row is computed alone and in a group (``groups_of_rows``), so about two forwards
+    of the window, and more time where rows are so small that a forward of one is no faster. What a
+    loss does in training alone is not seen, nor a difference that is smaller than rounding: about
+    1e-6 of the loss, or 1e-5 with weights in 16 bits. Losses are compared, and not gradients, so a
+    comparison of rows that cancels in the loss is not seen.
 
     Args:
         micro_batches: what is about to be trained on.
@@ -114,9 +115,10 @@ def find_rule(
     if not agreed:
         if processes.sums(answer.error is None and not answer.finite)[0]:
             raise NotFinite(
-                f"look for rows with very large or missing numbers, or {UNCUT}: {how} cuts the "
-                f"batch, and the loss of a few rows of {type(inner).__name__} is no number, which "
-                "shows nothing about its pieces"
+                f"look for rows with very large or missing numbers, say by items= what the loss is "
+                f"divided by if some rows have none of it, or {UNCUT}: {how} cuts the batch, and "
+                f"the loss of a few rows of {type(inner).__name__} is no number, which shows "
+                "nothing about its pieces"
             )
         with asking_loss(inner, loss_of, processes) as question:
             draws_numbers = question.changes(*groups[:1])

@@ -52,6 +52,8 @@ def check_pieces(model: nn.Module, batch: Any, how: str) -> None:
     found = []
     if given.get("return_loss"):
         found.append("return_loss=True (a loss that compares rows)")
+    if "num_items_in_batch" in given:
+        found.append("num_items_in_batch")
     # The loss that balances a mixture's experts is small, and compares all tokens of a batch.
     routed = getattr(getattr(config, "text_config", config), "output_router_logits", False)
     if given.get("output_router_logits", routed):

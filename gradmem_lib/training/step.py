@@ -4,14 +4,16 @@ import copy
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
     closing,
     contextmanager,
     nullcontext,
+    suppress,
 )
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -26,6 +28,7 @@ from ..techniques.counts import described
 from ..techniques.data_parallel import check_trained_together, device_of, processes_of
 from ..techniques.losses import packed_by_position
 from ..techniques.offload import ACTIVATION_OFFLOADS, offload_activations
+from ..techniques.precision import GradScaler
 from ..techniques.splitting import split_evenly
 from .items import LossIsNoMean, NoLoss, find_rule
 from .losses import check_pieces, chunked_loss, usual_rule
@@ -54,6 +57,20 @@ def _gradients_of(optimizer: Optimizer) -> list[Tensor]:
     return [p.grad for p in _parameters_of(optimizer) if p.grad is not None]
 
 
+def clip_gradients(parameters: Iterable[nn.Parameter], most: float) -> Tensor:
+    """``clip_grad_norm_``, also where some gradients are sparse, as of
+    ``nn.Embedding(sparse=True)``. Returns the norm from before.
+    """
+    have_gradients: list[Any] = []
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            parameter.grad = parameter.grad.coalesce()  # a row that came twice is one row
+            have_gradients.append(SimpleNamespace(grad=parameter.grad.values()))
+        else:
+            have_gradients.append(parameter)
+    return nn.utils.clip_grad_norm_(have_gradients, most)
+
+
 class _Update:
     """What happens to the gradients of a window: they are unscaled, checked and clipped, and the
     optimizer and its scheduler step. ``scaler`` and the others are those of ``step``.
@@ -66,6 +83,9 @@ class _Update:
         self.fixed_scale = None
         if scaler is None and recipe.scales_loss:
             self.fixed_scale = _FixedScale()
+        optimizers = optimizer if self.in_backward else [optimizer]
+        for stepped in (*optimizers, *filter(None, self.schedulers)):
+            _check_step(stepped)
         if clip is not None and self.in_backward:
             raise ValueError(
                 "leave max_grad_norm out, or in_backward=True, which steps before the norm of all "
@@ -85,7 +105,7 @@ class _Update:
                 self.scaler.unscale_(self.optimizer)
             # Also of what only the loss has, such as learned weights of several tasks.
             parameters = dict.fromkeys([*model.parameters(), *_parameters_of(self.optimizer)])
-            to_check = [nn.utils.clip_grad_norm_(parameters, self.clip)]
+            to_check = [clip_gradients(parameters, self.clip)]
         if self.scaler is not None:
             return ""
         if not math.isfinite(loss):
@@ -119,6 +139,19 @@ class _Update:
         return self.scaler.get_scale() >= before
 
 
+def _check_step(stepped: Any) -> None:
+    """``ValueError`` for an optimizer or a scheduler whose ``step()`` needs something."""
+    try:
+        # The class's: a scheduler puts a function of its own around that of its optimizer.
+        inspect.signature(type(stepped).step).bind(stepped)
+    except TypeError as error:
+        name = type(stepped).__name__
+        raise ValueError(
+            f"leave the {name} out of step, and call it in your own loop with "
+            f"accumulate_gradients: of {name}.step(), there is {error}"
+        ) from error
+
+
 def _is_finite(tensor: Tensor) -> bool:
     """Whether no number is nan or inf."""
     if not has_numbers(tensor):
@@ -137,7 +170,7 @@ def step(
     mark: Callable[[str], None] = lambda part: None,
     items: Callable[[Any], Any] | str | int | None = None,
     micro_batches: int | None = None,
-    scaler: torch.amp.GradScaler | None = None,
+    scaler: GradScaler | torch.amp.GradScaler | None = None,
     max_grad_norm: float | None = None,
     scheduler: LRScheduler | list[LRScheduler] | None = None,
     offload: offload_activations | None = None,
@@ -307,9 +340,11 @@ def _read_from_around(loss: Any) -> Iterator[Any]:
     yield owner
     if not isinstance(owner, nn.Module):
         yield from getattr(owner, "__dict__", {}).values()
-    around = inspect.getclosurevars(loss)
-    yield from around.nonlocals.values()
-    yield from around.globals.values()
+    for name in loss.__code__.co_names:
+        yield loss.__globals__.get(name)
+    for cell in loss.__closure__ or ():
+        with suppress(ValueError):  # a variable that has no value yet
+            yield cell.cell_contents
     yield from loss.__defaults__ or ()
     yield from (loss.__kwdefaults__ or {}).values()
 

@@ -75,6 +75,8 @@ class Window:
                 processes=self.processes,
             )
         except NotFinite as error:
+            if not weights_stay:  # they have changed when the window ends
+                raise
             self.undecided = error
 
     def counts(self) -> list[int | float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from support.oracle import allocator_peak, nbytes, without_collections
@@ -82,6 +84,30 @@ def test_a_second_model_counts_with_all_its_weights(kind):
     read = [h for h in tracker.holders("now") if h.step == -1 and h.category == "other"]
     assert sum(h.nbytes for h in read) == used + nbytes([x])
     assert tracker.current.by_category["parameters"] == nbytes(model.parameters())
+
+
+def test_the_reference_of_a_preference_loss_is_there_in_the_peak():
+    policy = WordTeacher()
+    reference = copy.deepcopy(policy).requires_grad_(False)
+    optimizer = torch.optim.AdamW(policy.parameters(), foreach=False)
+    ids = torch.randint(0, 512, (4, 8))
+
+    def chosen(model):
+        logits = model(ids)[:, :-1].log_softmax(-1)
+        return logits.gather(-1, ids[:, 1:, None]).sum((1, 2))
+
+    with MemoryTracker(policy, optimizer, live=False) as tracker:
+        for _ in range(2):
+            with torch.no_grad():
+                expected = chosen(reference)
+            margin = chosen(policy) - expected
+            (-F.logsigmoid(margin[:2] - margin[2:])).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    sizes = sorted(p.nbytes for p in reference.parameters())
+    found = [h for h in tracker.holders() if h.op == "first read as a parameter"]
+    assert sorted(h.nbytes for h in found) == sizes
+    assert all(h.line.file.endswith("test_around_the_step.py") for h in found)
 
 
 def average(copies, weights):

@@ -41,6 +41,7 @@ NOT_SAID = (
     oom.IN_EACH_STEP,
     oom.GRADIENTS,
     oom.ONE_STEP,
+    oom.STAYS,
 )
 SOMETIMES_SAID = (oom.STAY, oom.UNUSED)
 
@@ -190,6 +191,17 @@ def test_much_is_promised_of_many_forwards():
     assert peak_without(before.causes[0], before.facts)[0] < 0.7 * before.peak.total
 
 
+def test_a_long_scoring_is_blamed_for_the_forwards_that_are_no_longer_in_the_list():
+    net, x, scores = oom.Net(), torch.randn(8, 64), []
+    with MemoryTracker(net, live=False) as tracker:
+        for _ in range(400):
+            scores.append(net(x).mean())
+    found = diagnose(tracker).causes[0]
+    assert found.name == oom.UNUSED
+    last_output = 4 * x.numel()  # it is there without a graph, too
+    assert found.nbytes == tracker.peak.by_category["activations"] - last_output
+
+
 def test_bytes_outside_of_a_training_step_get_no_remedy_of_the_batch():
     found = diagnose(evaluations.logits_in_one_tensor())
     assert found.peak.moment in ("between steps", "evaluation or generation")
@@ -248,6 +260,18 @@ def test_a_trainers_evaluation_is_told_three_arguments_and_each_of_them_helps():
     smaller_batch = evaluations.evaluation_of_a_trainer(batch=1)
     assert "A smaller batch does not help" in first.remedy
     assert smaller_batch.peak.total > before.peak.total - first.nbytes // 4
+
+
+def test_an_error_says_the_causes_too():
+    net, total, budget = oom.Net(), 0, 2 * 2**20
+    x = torch.randn(256, 64)
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, budget=budget, live=False):
+        for _ in range(8):
+            total = total + net(x).square().mean()
+    text = in_one_line(caught.value)
+    assert oom.ADDED_UP in text
+    assert text.index(oom.ADDED_UP) < text.index("What could bring")
+    assert str(diagnose(caught.value).causes[0]).splitlines()[0] in text
 
 
 def test_another_moment_that_becomes_the_peak_is_said():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import oom
 from support.nightly import each
-from support.oom import growth, tensors
+from support.oom import growth, tensors, weights
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
@@ -135,7 +135,7 @@ def test_a_prediction_and_an_error_are_diagnosed_as_well():
 
 
 def test_sgd_is_not_offered_to_a_run_that_uses_it():
-    assert SGD in diagnose(growth.hooks_that_stay()).cannot_help
+    assert SGD in diagnose(weights.momentum_sgd()).cannot_help
     assert SGD in diagnose(growth.losses_in_a_list()).helps  # AdamW
 
 

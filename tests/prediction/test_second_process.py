@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 
 import numpy as np
@@ -14,14 +15,16 @@ from gradmem_lib.course import models
 from gradmem_lib.prediction import second_process as module
 from gradmem_lib.prediction import short_traces
 from gradmem_lib.prediction.predict import source_of
-from gradmem_lib.prediction.second_process import can_fork, second_process, traces_of
+from gradmem_lib.prediction.second_process import can_fork, second_process
 from gradmem_lib.prediction.short_traces import trace_few_parts
 
 pytestmark = pytest.mark.skipif(not can_fork(), reason="needs Linux and two cores")
 
+LLAMA = dict(layers=9, hidden=32, heads=4, intermediate=64, vocab=256)
 
-def config():
-    return models.tiny_llama(layers=9, hidden=32, heads=4, intermediate=64, vocab=256).config
+
+def config(**sizes):
+    return models.tiny_llama(**LLAMA | sizes).config
 
 
 def ask(source, recipe, **more):
@@ -69,15 +72,21 @@ def test_two_processes_find_what_one_finds(recipe, monkeypatch):
 
 
 def test_a_plan_uses_the_second_process_and_ends_it(monkeypatch):
+    started = []
+
+    class Noted(module.SecondProcess):
+        def __init__(self, *args):
+            super().__init__(*args)
+            started.append(self._process.pid)
+
     sizes = dict(card="1 GiB", seq_len=16, global_batch=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "can_fork", lambda: False)
-        alone = plan(config(), **sizes)
-    asked = []
-    sent = module._ask
-    monkeypatch.setattr(module, "_ask", lambda *args: asked.append(args) or sent(*args))
+    monkeypatch.setattr(module, "can_fork", lambda: False)
+    alone = plan(config(), **sizes)
+    assert not started
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "SecondProcess", Noted)
     assert str(plan(config(), **sizes)) == str(alone)
-    assert asked
+    assert len(started) == 1
     assert not multiprocessing.active_children()
 
 
@@ -106,36 +115,84 @@ def layers_kept(question) -> int:
     return question.kept[0].count
 
 
+@pytest.mark.parametrize("where", ["ask", "trace", "answer"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-def test_no_answer_is_taken_for_one_to_another_question(error):
+def test_no_answer_is_taken_for_one_to_another_question(where, error, monkeypatch):
     source = source_of(config())
-    first, failed = os.getpid(), []
+    failed = []
+    first = os.getpid()
 
     def fails_once(question):
-        if os.getpid() == first and not failed:
+        if where == "trace" and os.getpid() == first and not failed:
             failed.append(question)
             raise error
         return layers_kept(question)
 
+    def interrupted(method):
+        def once(self, *args):
+            if failed:
+                return method(self, *args)
+            failed.append(method)
+            if where == "ask":  # after the first of two questions
+                method(self, args[0][:1])
+            raise error
+
+        return once
+
+    if where != "trace":
+        method = getattr(module.SecondProcess, where)
+        monkeypatch.setattr(module.SecondProcess, where, interrupted(method))
     with second_process(source, fails_once):
         with pytest.raises(error):
-            traces_of(source, questions_about(source, (2, 3, 4)), fails_once)
-        assert traces_of(source, questions_about(source, (5, 6, 7)), fails_once) == [5, 6, 7]
+            module.traces_of(source, questions_about(source, (2, 3, 4)), fails_once)
+        assert failed
+        counts = (5, 6, 7)
+        answers = module.traces_of(source, questions_about(source, counts), fails_once)
+        assert answers == list(counts)
     assert not multiprocessing.active_children()
 
 
-def test_what_fails_there_is_traced_here():
+def test_an_error_here_leaves_the_second_process_at_work():
     source = source_of(config())
     first = os.getpid()
 
-    def fails_there(question):
-        if os.getpid() != first:
-            raise ValueError("there")
+    def fails_here(question):
+        if os.getpid() == first:
+            raise ValueError("here")
         return layers_kept(question)
 
-    with second_process(source, fails_there):
-        assert traces_of(source, questions_about(source), fails_there) == [3, 4]
-        assert source.second_process is not None
+    with second_process(source, fails_here):
+        for _ in range(2):
+            with pytest.raises(ValueError, match="here"):
+                module.traces_of(source, questions_about(source), fails_here)
+            assert source.second_process is not None
+        assert not source.second_process._answers.poll()  # no answer is left over
+
+
+def bytes_in(connection) -> int:
+    """How many bytes a pipe holds."""
+    import fcntl  # Windows has neither of them, and no forks
+    import termios
+
+    answer = fcntl.ioctl(connection.fileno(), termios.FIONREAD, bytes(4))
+    return int.from_bytes(answer, sys.byteorder)
+
+
+def test_a_process_that_is_killed_while_it_sends_is_not_an_error():
+    source = source_of(config())
+
+    def long_answer(question):
+        return bytes(2**20)  # more than a pipe holds, as a trace is
+
+    with second_process(source, long_answer):
+        other = source.second_process
+        other.ask(questions_about(source))
+        while bytes_in(other._answers) < 2**12:  # it has begun to send, and waits for a reader
+            assert other._process.is_alive()
+        os.kill(other._process.pid, signal.SIGKILL)
+        other._process.join()
+        assert other.answer() is None
+    assert not multiprocessing.active_children()
 
 
 def test_where_no_process_can_be_started_this_one_traces(monkeypatch):
@@ -146,7 +203,7 @@ def test_where_no_process_can_be_started_this_one_traces(monkeypatch):
 
     monkeypatch.setattr(os, "fork", refuses)
     with second_process(source, layers_kept):
-        assert traces_of(source, questions_about(source), layers_kept) == [3, 4]
+        assert module.traces_of(source, questions_about(source), layers_kept) == [3, 4]
 
 
 def test_only_the_main_thread_forks():
@@ -166,29 +223,29 @@ def test_the_fork_gets_the_whole_question_and_no_ctrl_c():
         place = [kept.several is one for one in source.lists].index(True)
         return os.getpid(), kept.count, place, question.recipe, question.source is source
 
-    recipe = Recipe(precision="bf16")
     with second_process(source, who_and_what):
-        (process,) = multiprocessing.active_children()
+        pid = source.second_process._process.pid
         for _ in range(2):
-            answers = traces_of(source, questions_about(source), who_and_what)
-            there, here = (process.pid, 3, 0, recipe, True), (os.getpid(), 4, 0, recipe, True)
-            assert answers == [there, here]
-            os.kill(process.pid, signal.SIGINT)  # a terminal sends it to both processes
+            answers = module.traces_of(source, questions_about(source), who_and_what)
+            recipe = Recipe(precision="bf16")
+            assert answers == [(pid, 3, 0, recipe, True), (os.getpid(), 4, 0, recipe, True)]
+            os.kill(pid, signal.SIGINT)  # a terminal sends it to both processes
 
 
-@pytest.mark.parametrize("end", [signal.pause, lambda: os.kill(os.getpid(), signal.SIGKILL)])
-def test_a_process_that_hangs_or_is_killed_is_ended(end, monkeypatch):
-    monkeypatch.setattr(module, "SECONDS_TO_ANSWER", 1)
+def test_the_fork_ends_where_the_first_process_has_ended():
     source = source_of(config())
-    first = os.getpid()
+    with second_process(source, layers_kept):
+        other = source.second_process
+        other._questions.close()  # as the system does for a process that was killed
+        other._process.join(10)
+        assert other._process.exitcode == 0
 
-    def ends_there(question):
-        if os.getpid() != first:
-            end()
-        return layers_kept(question)
 
-    counts = 2, 3, 4, 5
-    with second_process(source, ends_there):
-        assert traces_of(source, questions_about(source, counts), ends_there) == list(counts)
-        assert source.second_process is None
+def test_a_process_that_hangs_is_ended(monkeypatch):
+    recipe = Recipe(precision="bf16")
+    alone = ask(source_of(config()), recipe)
+    source = source_of(config())
+    monkeypatch.setattr(module, "SECONDS_TO_ANSWER", 0.1)
+    with second_process(source, lambda question: signal.pause()):
+        assert ask(source, recipe).peak == alone.peak
     assert not multiprocessing.active_children()

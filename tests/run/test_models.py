@@ -288,7 +288,7 @@ def test_the_highest_of_each_moment_is_exact_in_a_long_run(
     expected = highest_of_each_moment(long.timeline)
     assert len(expected) == len(MOMENTS)
     assert highest_of_each_moment(short.timeline) != expected
-    report = Report("train.py", short)
+    report = Report.of(short, "train.py", ended="", failed=False, error="")
     assert dict(report.by_moment()) == expected
     assert short.peak_by_phase == long.peak_by_phase
     totals = [total for _, total in report.by_moment()]

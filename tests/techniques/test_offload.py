@@ -178,6 +178,17 @@ def test_what_an_operation_fills_after_it_was_saved_is_moved_when_it_is_full(las
     assert torch.equal(*grads)
 
 
+def test_zeros_that_stand_for_no_memory_stay():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
+    slope = torch.ones(2, 4)
+    grads = []
+    for context in (nullcontext(), offload_activations()):
+        with context:
+            y, along = torch.func.jvp(lambda x: layer(x).tanh(), (x,), (slope,))
+        grads.append(torch.autograd.grad((y + along).sum(), layer.weight)[0])
+    assert torch.equal(*grads)
+
+
 def test_what_stays_goes_with_its_last_name_and_waits_for_no_collection(tmp_path):
     x = torch.ones(1000, requires_grad=True)
     with MemoryTracker(live=False) as tracker, offload_activations(tmp_path, what="boundaries"):

@@ -89,11 +89,39 @@ def test_a_large_tensor_is_float32_a_slice_at_a_time():
     assert (table.detach() != 0).all()
 
 
-def test_our_scaler_is_torchs_with_its_settings():
-    ours, torchs = GradScaler(), torch.amp.GradScaler("cpu")
-    assert ours.is_enabled() and ours.get_scale() == torchs.get_scale()
-    assert ours.get_growth_interval() == torchs.get_growth_interval()
-    assert GradScaler(8.0, 3).get_scale() == 8 and GradScaler(8.0, 3).get_growth_interval() == 3
+@pytest.mark.parametrize(("clips", "interval"), [(False, 1), (True, 3)])
+def test_our_scaler_does_what_torchs_does(interval, clips):
+    begun, torchs = GradScaler(), torch.amp.GradScaler("cpu")
+    assert begun.get_scale() == torchs.get_scale()
+    assert begun.growth_interval == torchs.get_growth_interval()
+    weights = [nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(2, 2))]
+    theirs = [nn.Parameter(p.detach().clone()) for p in weights]
+    scalers = (
+        GradScaler(2.0**4, interval),
+        torch.amp.GradScaler("cpu", 2.0**4, growth_interval=interval),
+    )
+    sides = [
+        (made, torch.optim.SGD(ps, lr=0.1, momentum=0.5), ps)
+        for made, ps in zip(scalers, (weights, theirs), strict=True)
+    ]
+    inf = float("inf")
+    for factor in (1.0, inf, 2.0, 0.5, 1.0, float("nan"), -inf, 3.0, 1.0, 1.0, 1.0):
+        for made, optimizer, ps in sides:
+            loss = ps[0].sum() + (ps[1] * torch.tensor([[1.0, factor], [0.5, 2.0]])).sum()
+            optimizer.zero_grad()
+            made.scale(loss).backward()
+            if clips:
+                made.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(ps, 1.0)
+                with pytest.raises(RuntimeError, match=r"update\(\)"):
+                    made.unscale_(optimizer)
+            made.step(optimizer)
+            with pytest.raises(RuntimeError, match=r"update\(\)"):
+                made.step(optimizer)
+            made.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert all(torch.equal(a, b) for a, b in zip(weights, theirs, strict=True))
+    assert weights[0].isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
 from support.families import tiny_config
 from support.predicted import assert_same, config, tracked
 from support.trainers import SEQ, rows, small, trainer_for
-from transformers import LlamaForSequenceClassification
+from transformers import BertConfig, BertForSequenceClassification, LlamaForSequenceClassification
 
 from gradmem_lib import LoRALinear, Recipe, merge_adapters, predict, prepare
 from gradmem_lib.course import models
@@ -228,8 +229,48 @@ def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):
     ids = rows(2).ids
     wanted = logits(model, ids)
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
-    with pytest.raises(ValueError, match=r"^call model.merge_and_unload\(\)"):
-        merge_adapters(model)
+    assert torch.allclose(logits(merge_adapters(model), ids), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]])
+def test_a_merged_half_of_tied_weights_leaves_the_other_also_when_loaded(targets, tmp_path):
+    model = wrapped(partial(small, tied=True), target_modules=targets)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter, std=0.1)
+    ids = rows(2).ids
+    wanted = logits(model, ids)
+    merged = merge_adapters(model)
+    assert torch.allclose(logits(merged, ids), wanted, atol=1e-5)
+    merged.save_pretrained(tmp_path)
+    loaded = type(merged).from_pretrained(tmp_path)
+    assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
+
+
+class Attending(torch.nn.Module):
+    """Attention keeps its matrix under another name than a linear layer does."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = torch.nn.MultiheadAttention(16, 2)
+
+
+def headless():
+    config = BertConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    return BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize(("make", "target"), [(headless, "query"), (Attending, "attention")])
+def test_what_has_no_head_and_what_has_no_plain_weight_is_merged(make, target):
+    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=[target]))
+    assert type(merge_adapters(model)) is type(make())
+
+
+def test_a_trained_prompt_is_no_weight_to_merge():
+    with pytest.raises(ValueError, match=r"^write what was trained with model.save_pretrained"):
+        merge_adapters(wrapped(kind="PrefixTuningConfig", num_virtual_tokens=3))
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,11 @@ from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.optimization import Adafactor
 
-from gradmem_lib import Recipe, prepare, step
+from gradmem_lib import AdamW8bit, Recipe, prepare, step
 from gradmem_lib.course import models
 from gradmem_lib.optimizers import ADAFACTOR_EPS, RELATIVE_RATE
 from gradmem_lib.techniques.checkpointing import checkpoints_of
+from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
 from gradmem_lib.training.prepare import RATE
 
 VOCAB, SEQ = 97, 16
@@ -72,6 +73,22 @@ def test_two_steps_are_those_of_a_plain_loop(name):
     assert all(p.grad is None for p in ours.parameters())
 
 
+def test_an_8_bit_update_in_several_slices_is_that_of_each_part():
+    """A million numbers are updated at a time, and blocks do not look at each other: parts of their
+    own end the same.
+    """
+    n, numbers = 2**20, torch.Generator().manual_seed(0)
+    starts = torch.randn(n + SMALLEST_8BIT + 3, generator=numbers)
+    whole, *parts = [nn.Parameter(t.clone()) for t in (starts, starts[:n], starts[n:])]
+    optimizers = [AdamW8bit([p], lr=1e-2) for p in (whole, *parts)]
+    for _ in range(2):
+        whole.grad = torch.randn(len(starts), generator=numbers)
+        parts[0].grad, parts[1].grad = whole.grad[:n].clone(), whole.grad[n:].clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert torch.equal(whole, torch.cat(parts)) and not torch.equal(whole, starts)
+
+
 def test_gradients_too_small_for_float16_arrive():
     """2**-26 is nothing in float16, and 2**12 times as much is a number: what is unused has no
     gradient to unscale.
@@ -111,7 +128,7 @@ def test_clipping_takes_all_gradients_of_the_step_and_no_older_ones():
     weights = []
     for plain in (True, False):
         torch.manual_seed(0)
-        table, head = nn.Embedding(9, 4), nn.Linear(12, 1)
+        table, head = nn.Embedding(9, 4, sparse=True), nn.Linear(12, 1)
         model, scale = nn.Sequential(table, nn.Flatten(), head), nn.Parameter(torch.tensor(3.0))
         everything = [*model.parameters(), scale]
         optimizer = torch.optim.SGD([table.weight, scale], 0.5)
@@ -125,7 +142,8 @@ def test_clipping_takes_all_gradients_of_the_step_and_no_older_ones():
                 step(model, optimizer, batch, recipe, loss=loss, max_grad_norm=0.1)
                 continue
             loss(model, batch).backward()
-            norm = torch.stack([p.grad.square().sum() for p in everything]).sum().sqrt()
+            grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in everything]
+            norm = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
             for parameter in everything:
                 parameter.grad *= 0.1 / norm
             optimizer.step()
@@ -135,12 +153,28 @@ def test_clipping_takes_all_gradients_of_the_step_and_no_older_ones():
     torch.testing.assert_close(*weights)
 
 
-def test_an_optimizer_of_another_model_is_refused_before_it_changes_anything():
+def of_another_model(model):
+    return torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+
+
+@pytest.mark.parametrize(
+    ("make", "scheduler", "says"),
+    [
+        (lambda model: torch.optim.LBFGS(model.parameters()), None, "'closure'"),
+        (
+            lambda model: torch.optim.SGD(model.parameters(), 0.1),
+            torch.optim.lr_scheduler.ReduceLROnPlateau,
+            "'metrics'",
+        ),
+        (of_another_model, None, "make the optimizer of model.parameters"),
+    ],
+)
+def test_what_step_cannot_step_is_said_before_it_changes_anything(make, scheduler, says):
     model = nn.Linear(2, 1)
-    before = model.weight.detach().clone()
-    optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
-    with pytest.raises(ValueError, match=r"make the optimizer of model\.parameters"):
-        step(model, optimizer, torch.ones(4, 2), Recipe(), loss=mean)
+    optimizer, before = make(model), model.weight.detach().clone()
+    schedule = scheduler and scheduler(optimizer)
+    with pytest.raises(ValueError, match=says):
+        step(model, optimizer, torch.ones(4, 2), Recipe(), loss=mean, scheduler=schedule)
     assert torch.equal(model.weight, before)
 
 

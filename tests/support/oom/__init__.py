@@ -39,7 +39,7 @@ TABLE = "The gradient of an embedding is the largest part"
 EXPANDED = "One kind of tensor is the largest part"
 GRADIENTS = "The gradients are there more than once"
 DOUBLE = "Tensors are in float64"
-
+STAYS = "Results of an evaluation stay during the training"
 LEFT = "Tensors of the step before are still there"
 TWICE = "Gradients keep graphs of their own"
 ONE_LINE = "One line makes most of the peak"

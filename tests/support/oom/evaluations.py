@@ -15,6 +15,7 @@ from support.oom import (
     GENERATION,
     IN_EACH_STEP,
     SECOND,
+    STAYS,
     Net,
     adamw,
     has,
@@ -194,7 +195,7 @@ def beams(remedied=False):
     return tracker
 
 
-@has(COLLECTED, line="features = net(", says="x.cpu()")
+@has(STAYS, line="features = net(", says="outputs.cpu()")
 def feature_bank(remedied=False):
     """Features of all training rows for a nearest-neighbour evaluation, which stay in memory."""
     net = Net(64)

@@ -20,6 +20,7 @@ from support.oom import (
     STAY,
     TWICE,
     UNUSED,
+    WAIT,
     Net,
     adamw,
     added_up,
@@ -81,6 +82,25 @@ def samples_that_stay(remedied=False):
                 kept.append(sample)
 
     return trained(net, optimizer, step, steps=6)
+
+
+@has(UNUSED, WAIT)
+def predictions_of_a_function(remedied=False):
+    """The model is a function, and no module is ever called."""
+    weights = [torch.randn(64, 256, requires_grad=True), torch.randn(256, 64, requires_grad=True)]
+    optimizer = torch.optim.SGD(weights, lr=0.1, foreach=False)
+
+    def model(x):
+        return (x @ weights[0]).relu() @ weights[1]
+
+    with MemoryTracker(optimizer=optimizer, live=False) as tracker:
+        for _ in range(4):
+            updated(model(torch.randn(64, 64)).square().mean(), optimizer)
+        with torch.set_grad_enabled(not remedied):
+            predictions = [model(torch.randn(128, 64)).argmax(-1) for _ in range(2)]
+            scores = [model(torch.randn(128, 64)) for _ in range(4)]
+    assert len(predictions) + len(scores) == 6
+    return tracker
 
 
 @has(UNUSED)

@@ -254,6 +254,16 @@ def first_step(remedied=False, steps=2, given=False):
     return tracker
 
 
+def momentum_sgd():
+    net, x = Net(1024), torch.randn(16, 64)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+    def step(i):
+        updated(net(x).square().mean(), optimizer)
+
+    return trained(net, optimizer, step, steps=2)
+
+
 @has(DOUBLE, says="model.float()")
 def double_weights(remedied=False):
     net = Net(4096) if remedied else Net(4096).double()
