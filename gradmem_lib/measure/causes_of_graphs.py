@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from ..units import format_bytes
@@ -257,7 +258,7 @@ def _of_second_derivatives(kept: list[Holder], facts: Facts) -> Group | None:
         is_old = holder.category == "gradients" and holder.turn < facts.peak.turn
         by_a_gradient = by_a_gradient or is_old
     remedy = OF_A_BACKWARD
-    if not by_a_gradient and {holder.step for holder in older} == {facts.peak.step - 1}:
+    if not by_a_gradient and set(map(attrgetter("step"), older)) == {facts.peak.step - 1}:
         remedy = OF_VARIABLES
     elif held.box or (held.path and not by_a_gradient):
         remedy = detached(held)

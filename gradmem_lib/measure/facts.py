@@ -156,7 +156,8 @@ class Facts:
                 is_beside = part.rpartition(".")[0] == other.rpartition(".")[0]
                 is_alike = is_beside and weights.items() <= parts[other].items()
                 if is_alike and not trained[part] and not self.structure.in_layers(part):
-                    twins.update((f"{part}.{rest}", part) for rest in weights)
+                    for rest in weights:
+                        twins[f"{part}.{rest}"] = part
         return twins
 
     def gradients_to_come(self) -> int:

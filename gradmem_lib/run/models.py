@@ -133,10 +133,8 @@ class FoundModels:
     def _leave_the_gone(self) -> None:
         if all(model.module() is not None for model in self.found):
             return
-        alive = [left for model in self.found for left in model.alive()]
-        if len(alive) < len(self.found):
-            self._known = [self._stored_knowledge_at_peak(), Knowledge(since=self.recording.count)]
-        self.found = alive
+        self._known = [self._stored_knowledge_at_peak(), Knowledge(since=self.recording.count)]
+        self.found = [left for model in self.found for left in model.alive()]
 
     def _is_of_what_is_left(self, module: nn.Module) -> bool:
         left = [model.module() for model in self.found if model.is_left]

@@ -26,7 +26,7 @@ from ..techniques.splitting import count_rows, split
 from .adapters import adapters_of, save_adapters
 from .item_rules import Rule
 from .item_rules import rows as by_rows
-from .items import find_rule
+from .items import NotFinite, find_rule
 from .losses import check_pieces, chunked_loss, count_items, usual_rule
 from .memory_callback import MemoryCallback
 from .prepare import change_model, make_optimizer, parameter_groups, set_checkpointing
@@ -253,6 +253,8 @@ class RecipeTrainer(Trainer):
                 key=self._key,
                 processes=self._processes(),
             )
+        except NotFinite:  # the next batch is asked
+            return by_rows
         except ValueError as error:
             self._rule_refused = True
             warnings.warn(
