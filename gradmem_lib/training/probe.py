@@ -86,6 +86,15 @@ class Answer:
         return self.finite and self.error is None and all_zero
 
 
+def _shows(found: list[Observations]) -> bool:
+    """Whether these losses can tell rules apart: together they are numbers, and not all are 0."""
+    first_losses = found[0].values
+    if first_losses and not any(first_losses):
+        return False
+    together = [one.values[0] for one in found if one.values and one.error is None]
+    return all(map(math.isfinite, together))
+
+
 def ask(
     model: nn.Module,
     batches: list[Any],
@@ -110,14 +119,10 @@ def ask(
     if lists:
         repeated = list(map(twice, lists[0][1:3]))
 
-    def shows(found: list[Observations]) -> bool:
-        together = [one.values[0] for one in found if one.values and one.error is None]
-        return all(map(math.isfinite, together)) and any(found[0].values or [True])
-
     answer = Answer([0.0] * len(rules))
     with asking(model, loss, processes) as question:
         (*found, again), with_others = question.observe_with_other_weights(
-            *lists, repeated, shows=shows
+            *lists, repeated, shows=_shows
         )
         for (_, *rows), (losses, error) in zip(lists, found, strict=True):
             if not answer.table:

@@ -113,8 +113,8 @@ def have_ignored_labels(model: nn.Module, micro_batches: Sequence[Any]) -> bool:
 def with_fewer_labels(model: nn.Module, groups: list[Any], ignored_labels: bool) -> list[Any]:
     """The groups, and after them the first one with fewer labels."""
     found = list(groups)
-    for group in groups[:1]:
-        found += fewer_labels(model, group, ignored_labels)
+    if groups:
+        found += fewer_labels(model, groups[0], ignored_labels)
     return found
 
 

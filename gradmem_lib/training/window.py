@@ -45,7 +45,7 @@ class Window:
     rule: Rule | None = None
     loss_before: float | None = None  # before the first window
     rows_to_ask: list[Any] = field(default_factory=list)  # a batch of a few rows, or nothing
-    undecided: NotFinite | None = None  # then only a loss that is not finite either is right
+    undecided: NotFinite | None = None  # the rows that were asked have no finite loss
     loss: float = math.nan  # of this window
 
     def __post_init__(self) -> None:
@@ -108,9 +108,11 @@ class Window:
         """
         if not_finite:
             raise self.not_finite(not_finite)
-        if self.undecided is not None and math.isfinite(self.loss):
-            raise self.undecided
-        if self.undecided is not None or self.loss_before is None:
+        if self.undecided is not None:
+            if math.isfinite(self.loss):
+                raise self.undecided
+            return  # the window has no finite loss either, and a scaler skips it
+        if self.loss_before is None:
             return
         after, differs = self._loss_now(self.loss_before)
         inner = inside_wrapper(self.model)
