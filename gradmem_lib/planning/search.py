@@ -364,9 +364,7 @@ class Search(Candidates):
         total = 0
         for category, nbytes in self.residents(recipe).items():
             if nbytes and total <= self.card.nbytes:
-                held.append(f"{names.get(category, category)} {format_bytes(nbytes)}")
+                held.append(f"{names.get(category, category)} ({format_bytes(nbytes)})")
                 total += nbytes
-        alone = f"{' and '.join(held)} alone"
-        if len(held) > 1:
-            alone += f" are {format_bytes(total)}"
-        return f"{alone}, and the card has {format_bytes(self.card.nbytes)}"
+        more = format_bytes(total - self.card.nbytes)
+        return f"{' and '.join(held)} alone are {more} more than the card has"

@@ -57,10 +57,10 @@ RULED_OUT = [
     RuledOut(
         replace(PLAIN, precision="autocast-bf16"),
         3 * GiB,
-        "weights 3.00 GiB alone, and the card has 2.00 GiB",
+        "weights (3.00 GiB) alone are 1.00 GiB more than the card has",
     ),
     RuledOut(replace(PLAIN, optimizer="adamw-8bit"), 3 * GiB, "some operation reads values"),
-    RuledOut(Recipe(), 4 * GiB, "weights 3.00 GiB alone, and the card has 2.00 GiB"),
+    RuledOut(Recipe(), 4 * GiB, "weights (3.00 GiB) alone are 1.00 GiB more than the card has"),
 ]
 
 
@@ -113,8 +113,8 @@ def test_a_plan_word_for_word():
             "  825.00 MiB, CUDA context 500.00 MiB, other 38.00 MiB.\n"
             "\n"
             "Ruled out without a prediction:\n"
-            "  * full, autocast-bf16, adamw-fused; full, float32, adamw: weights 3.00 GiB alone, "
-            "and the card has 2.00 GiB.\n"
+            "  * full, autocast-bf16, adamw-fused; full, float32, adamw: weights (3.00 GiB) alone "
+            "are 1.00 GiB more than\n    the card has.\n"
             "  * full, bf16, adamw-8bit: some operation reads values."
         )
     )

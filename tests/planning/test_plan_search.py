@@ -265,16 +265,16 @@ def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(se
 @pytest.mark.parametrize(
     "mib, says",
     [
-        (2, "weights 3.00 MiB alone, and the card has 2.00 MiB"),
+        (2, "weights (3.00 MiB) alone are 1.00 MiB more than the card has"),
         (
             4,
-            "weights 3.00 MiB and gradients 2.00 MiB alone are 5.00 MiB, and the card has 4.00 MiB",
+            "weights (3.00 MiB) and gradients (2.00 MiB) alone are 1.00 MiB more than the card has",
         ),
         (
             5,
             (
-                "weights 3.00 MiB and gradients 2.00 MiB and optimizer states 4.00 MiB alone are "
-                "9.00 MiB"
+                "weights (3.00 MiB) and gradients (2.00 MiB) and optimizer states (4.00 MiB) alone "
+                "are 4.00 MiB more"
             ),
         ),
     ],
