@@ -123,7 +123,7 @@ _LONGEST = 1500  # characters of one message without white space
 
 # The figures of a message, each by the words that stand beside it.
 _FIGURES = {
-    # XLA writes 6.48G, and a budget no unit
+    # of the message's own request. XLA writes 6.48G, and a budget of this library no unit
     "asked": r"(?:toalloc(?:ate)?|allocating|reserve|askedfor)(?:morethan)?([\d.,]+)"
     rf"(bytes|[KMGTE](?:i?B)?)|Requested:{_SIZE}|Invalidbuffersize:{_SIZE}",
     "live": r"bytes:([\d,]+)live",

@@ -52,6 +52,8 @@ def fake_copy(
     with _Copying(bases, without_graph=without_graph):
         copied, parts = _deepcopy(model, keep, memo)
         functions = _Functions(parts)
+        # Functions that hold parts of the model are copied too, and with them the model once more:
+        # which parts these are is known only after a copy.
         if any(map(functions.holds_parts, functions_near(model))):
             copiers = {CellType: functions.copy_cell, FunctionType: functions.copy_function}
             with deepcopied_by(copiers):

@@ -110,24 +110,26 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
         pieces = 1
     divides = not _is_divided_by_items(trainer, items=True)
     ratio = in_pieces / together if together else 0.0
-    factor_of_pieces: float = pieces
-    of_pieces = (
+    # By how much a mistake changes the loss, and what to do about it.
+    by_pieces: tuple[float, str] = (
+        pieces,
         "set loss_is_scaled_for_ga = False in the class if compute_loss returns the mean of its "
-        "micro-batch, since nobody divides"
+        "micro-batch, since nobody divides",
     )
     if divides:
-        factor_of_pieces = 1 / pieces
-        of_pieces = (
+        by_pieces = (
+            1 / pieces,
             "set loss_is_scaled_for_ga = True in the class, or leave the division to Trainer, "
-            "since compute_loss and Trainer both divide"
+            "since compute_loss and Trainer both divide",
         )
-    of_processes = (
+    by_processes = (
+        1 / processes,
         "return loss * self.accelerator.num_processes from compute_loss, since the processes' "
         "gradients are averaged, and this loss is divided by the items of all of them "
-        "(num_items_in_batch)"
+        "(num_items_in_batch)",
     )
-    # A factor of 1 is no cause.
-    for factor, advice in ((factor_of_pieces, of_pieces), (1 / processes, of_processes)):
+    for factor, advice in (by_pieces, by_processes):
+        # A factor of 1 is no cause.
         if factor != 1 and math.isclose(ratio, factor, rel_tol=1e-3):
             return advice
     return (

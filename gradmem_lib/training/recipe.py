@@ -235,12 +235,12 @@ class Recipe:
 
     def _check_in_backward(self) -> None:
         """Refuse what needs all gradients before the first parameter is stepped."""
-        for waits, option in (
+        for needs_all, option in (
             (self.accumulation > 1, f"accumulation={self.accumulation}"),
             (self.scales_loss, f"precision={self.precision!r}"),
             (self.sharding is not None and not self.fully_sharded, f"sharding={self.sharding!r}"),
         ):
-            if waits:
+            if needs_all:
                 raise ValueError(
                     "in_backward=True steps each parameter as soon as its gradient is complete, "
                     f"and with {option} the gradient is not final then: choose one of the two"
@@ -404,18 +404,16 @@ def _names_of_lists(given: Any) -> tuple[str | tuple[str, ...], ...]:
         given = (given,)
     names: list[str | tuple[str, ...]] = []
     for one in given:
-        inside = one
-        if not isinstance(one, tuple | list):
-            inside = (one,)
-        if not inside or not all(isinstance(name, str) for name in inside):
+        if isinstance(one, str):
+            names.append(one)
+            continue
+        is_list = isinstance(one, tuple | list)
+        if not is_list or not one or not all(isinstance(name, str) for name in one):
             raise TypeError(
                 f"layers={given!r}: give the names of lists of layers, such as ('down', 'up'), or "
                 "tuples of the names of layers"
             )
-        if inside is one:
-            names.append(tuple(inside))
-        else:
-            names.append(one)
+        names.append(tuple(one))
     return tuple(names)
 
 
