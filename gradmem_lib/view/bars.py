@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 
 from matplotlib.axes import Axes
 
@@ -10,15 +11,18 @@ from ..names import CATEGORIES
 from ..units import format_bytes
 from .marks import draw_byte_axis, draw_limit, draw_stack
 from .picture import Picture
-from .style import COLORS, LIGHT, is_dark, listed, scale_of, style
+from .style import COLORS, LIGHT, is_dark, joined, listed, scale_of, style
 
 LETTER = 0.0085  # of the axes' width: a letter in a bar
+LINE = 130  # characters of a sentence that fit below it
 
 
 @style()
-def plot_bar(label: str, parts: Mapping[str, int], card: str, limit: int) -> Picture:
+def plot_bar(
+    label: str, parts: Mapping[str, int], card: str, limit: int, more: Sequence[str] = ()
+) -> Picture:
     """Draw ``parts`` (category -> bytes) as one horizontal bar, and a line at ``limit``, the bytes
-    of ``card``.
+    of ``card``. ``more``: sentences, which stand below it.
 
     Raises ``ValueError`` on categories that the palette does not know.
     """
@@ -29,11 +33,13 @@ def plot_bar(label: str, parts: Mapping[str, int], card: str, limit: int) -> Pic
         )
     total = sum(parts.values())
     size = format_bytes(total)
-    words = (
-        f"{label}: {size} in all, of which {listed(parts)}. Line: {card}, {format_bytes(limit)}."
-    )
-    picture = Picture(8.6, 1.75, alt=words)
+    words = joined(label, f"{size} in all, of which {listed(parts)}.")
+    words += f" Line: {card}, {format_bytes(limit)}."
+    lines = [line for sentence in more for line in textwrap.wrap(sentence, LINE)]
+    picture = Picture(8.6, 1.78 + 0.19 * len(lines), alt=joined(words, *more, by=" "))
     picture.categories(0.012, 1.6)
+    for number, line in enumerate(lines, 1):
+        picture.write(0.012, 1.69 + 0.19 * number, line)
     picture.write(0.012, 0.14, label)  # where no line crosses it
     ax = picture.panel(0.012, 0.97, 0.5, 1.15)
     top = 1.13 * max(total, limit, 1)

@@ -7,22 +7,10 @@ from dataclasses import dataclass, field
 
 from ..names import CATEGORIES
 from .bars import plot_bar
-from .template import html_from
+from .picture import Picture
+from .style import LIGHT, joined, style
 
-PAGE = """
-<div style='overflow-x:auto'>
-  {% if fit.held and fit.is_right is not none %}
-    {% set sign, color = ("✓", "#12806a") if fit.is_right else ("✕", "#c4312b") %}
-    {% set look = "display:inline-block; width:22px; margin-right:6px; border-radius:11px" %}
-    {% set look = look + "; text-align:center; color:#fff; background:" + color %}
-    {% set words = "right" if fit.is_right else "not yet" %}
-    <b role='img' aria-label='{{ words }}' style='{{ look }}'>{{ sign }}</b>
-  {% endif %}
-  <b>{{ fit.title }}</b>
-  {{ bar | safe }}
-  {% for words in fit.words %}<div>{{ words }}</div>{% endfor %}
-</div>
-"""
+SIGNS = {True: ("✓", "#12806a"), False: ("✕", "#c4312b")}
 
 
 @dataclass(frozen=True)
@@ -48,9 +36,23 @@ class MemoryFit:
         parts = {name: self.held.get(name, 0) for name in CATEGORIES}
         return parts | {"other": parts["other"] + uncategorized}
 
+    @style()
+    def picture(self) -> Picture:
+        """The bar between the title and the sentences."""
+        picture = plot_bar("", self.parts(), self.card, self.nbytes, self.words)
+        picture.alt = joined(self.title, picture.alt)
+        x = 0.012
+        if self.held and self.is_right is not None:
+            sign, color = SIGNS[self.is_right]
+            plate = {"boxstyle": "circle,pad=0.2", "facecolor": color, "edgecolor": "none"}
+            picture.write(0.016, 0.16, sign, color=LIGHT, bbox=plate)
+            x = 0.045
+        picture.write(x, 0.14, self.title, fontweight="bold")
+        picture.plain_text = repr(self)
+        return picture
+
     def __repr__(self) -> str:
         return "\n".join([self.title, *self.words])
 
-    def _repr_html_(self) -> str:
-        picture = plot_bar("at the peak", self.parts(), self.card, self.nbytes)
-        return html_from(PAGE, fit=self, bar=picture.svg(self.title))
+    def _repr_mimebundle_(self, include=None, exclude=None, **kwargs):
+        return self.picture().bundle()
