@@ -45,6 +45,17 @@ def losses_in_a_list(remedied=False):
     return trained_with(keep)
 
 
+@has(GROWS, line=".clone()", says="p.grad.norm().item()")
+def gradients_of_each_step(remedied=False):
+    kept = []
+
+    def keep(i, net, x, y, out, loss):
+        for p in net.parameters():
+            kept.append(p.grad.norm().item() if remedied else p.grad.clone())
+
+    return trained_with(keep)
+
+
 @has(GROWS, line="self.body(x)", says="handle.remove()")
 def hooks_that_stay(remedied=False):
     """Each step registers one more, and no name of the script has what they fill."""
