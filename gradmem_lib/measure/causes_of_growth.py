@@ -123,7 +123,15 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
     """
     # Of a deque with a bound, only the graphs may grow.
     free = [holder for holder in free if holder.keeper.kind != "window" or holder.keeper.graph]
-    return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
+    found = dict[tuple, list[Holder]]()
+    for place, holders in _by_place(free).items():
+        if _kept(place, holders, facts) is not None:
+            found[place] = holders
+    for place in sorted(found, key=str, reverse=True):
+        outer = place[0], str(place[1]).partition(EACH)[0]
+        if outer != place and outer in found:  # of a list in each entry of a list that grows too
+            found[outer] += found.pop(place)
+    return _largest(_kept(place, holders, facts) for place, holders in found.items())
 
 
 def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -144,10 +152,6 @@ def _by_place(free: Sequence[Holder]) -> dict[tuple, list[Holder]]:
         place = _place_of(holder)
         if place is not None:
             groups[place].append(holder)
-    for place in sorted(groups, key=str, reverse=True):
-        outer = place[0], str(place[1]).partition(EACH)[0]
-        if outer != place and outer in groups:  # a list in each entry of a list that keeps others
-            groups[outer] += groups.pop(place)
     return groups
 
 
