@@ -485,9 +485,9 @@ def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:
     growth = old.nbytes - rising[-1].nbytes
     if len(rising) <= SEVERAL or growth < WORTH * facts.peak.total:
         return None
-    holders = [holder for holder in survivors if _same_code(holder, old)]
+    holders = [holder for holder in survivors if _made(holder) == _made(old)]
     for holder in free:
-        if holder.nbytes > old.nbytes and _same_code(holder, old):
+        if holder.nbytes > old.nbytes and _made(holder) == _made(old):
             holders.append(holder)  # the longer one, which is being made
     newest = holders[-1]
     later = [holder for holder in alike if holder.first_sample > newest.first_sample]
@@ -529,16 +529,12 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
 
 
 def _made(holder: Holder) -> tuple:
+    """The same for all that one line has made by one operation."""
     return holder.line, holder.op, holder.dtype
-
-
-def _same_code(one: Holder, other: Holder) -> bool:
-    """Whether the same line has made both, by the same operation."""
-    return _made(one) == _made(other)
 
 
 def _continues(one: Holder, other: Holder) -> bool:
     """Whether both are of one line, and only one of their sizes differs, if any does."""
-    if not _same_code(one, other) or len(one.shape) != len(other.shape):
+    if _made(one) != _made(other) or len(one.shape) != len(other.shape):
         return False
     return sum(map(int.__ne__, one.shape, other.shape)) <= 1
