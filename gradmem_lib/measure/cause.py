@@ -107,7 +107,7 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
         held = holder.keeper
         if held != NOBODY:
             slices_of_any_size = held._replace(part=1)
-            by_place[name_of(held), held.where, held.graph][slices_of_any_size] += holder.nbytes
+            by_place[name_of(held), held.where][slices_of_any_size] += holder.nbytes
     if not by_place:
         return NOBODY, 0
     largest = max(by_place.values(), key=Counter.total)

@@ -160,12 +160,14 @@ def _after_their_backward(kept: list[Holder], facts: Facts) -> Group | None:
     why = "something keeps what they have made."
     results = [holder for holder in kept if holder.is_result]
     reaches_back = times >= SEVERAL and held.graph
+    # these bytes stay if they are detached
+    kept_by_names = [holder for holder in kept if not holder.keeper.graph]
     if reaches_back or (held.graph and held.is_attribute):
         why = f"the graph of `{name_of(held)}` is kept."
         changes["remedy"] = f"{detached(held)} backward(retain_graph=True) is not needed then."
         if reaches_back:
             why = f"the graph of `{name_of(held)}` reaches back over them."
-            changes["stays"] = 0
+            changes["stays"] = total(kept_by_names)
     elif times >= SEVERAL and any(done.chained for done in facts.forwards):
         why = "each forward takes a state from the one before it, with its graph."
         changes["remedy"] = (

@@ -26,7 +26,7 @@ from .cause import (
     largest_held,
     name_of,
 )
-from .facts import BETWEEN_STEPS, Facts, total
+from .facts import BETWEEN_STEPS, EVALUATION, Facts, total
 from .made_by_forwards import lines_of_results
 from .paths import ITERATOR, MODULE_ATTRIBUTE, Held
 from .source_lines import source_line
@@ -37,6 +37,7 @@ COLLECTED = "An evaluation collects its results"
 # Bytes that grow by this part of the peak double it in a thousand steps.
 GROWS = 0.001
 LAYER = re.compile(r"\.\d+\b")  # the same list of each layer is one
+EACH = "[…]"  # in a path: an entry of a list
 SAMPLE = 100  # freed storages that are looked at, spread over all
 STATES = ".state["  # in a path: an optimizer's
 HOOKS = "_hooks["  # in a path: a module's
@@ -99,6 +100,8 @@ OF_AN_OWNER = {
     " or set x.grad = None where it has been used.",
     ITERATOR: "`{name}` keeps what it has given, as itertools.cycle(loader) and itertools.tee do: "
     "write a generator that goes over the loader again, while True: yield from loader.",
+    "optimizer": "`{name}` keeps weights that no forward uses any more: let go of their group, of "
+    "their entries in the optimizer's `state`, and of their module, before the next is added.",
     "window": "give `{name}` a smaller bound, or keep what is in it off the card: "
     "x.detach().cpu().",
 }
@@ -120,7 +123,15 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
     """
     # Of a deque with a bound, only the graphs may grow.
     free = [holder for holder in free if holder.keeper.kind != "window" or holder.keeper.graph]
-    return _largest(_kept(place, holders, facts) for place, holders in _by_place(free).items())
+    found = dict[tuple, list[Holder]]()
+    for place, holders in _by_place(free).items():
+        if _kept(place, holders, facts) is not None:
+            found[place] = holders
+    for place in sorted(found, key=str, reverse=True):
+        outer = place[0], str(place[1]).partition(EACH)[0]
+        if outer != place and outer in found:  # of a list in each entry of a list that grows too
+            found[outer] += found.pop(place)
+    return _largest(_kept(place, holders, facts) for place, holders in found.items())
 
 
 def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -174,7 +185,7 @@ def _place_of(holder: Holder) -> tuple | None:
     """
     held = holder.keeper
     if not held.path:
-        return holder.line, holder.op, holder.dtype
+        return _made(holder)
     if _is_history(held):
         return held.where, held.box.partition(STATES)[0]
     if held.kind == "gradient" and not holder.is_of_training:
@@ -220,7 +231,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
 
 def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether these are known to become no more."""
-    copies = [holder for holder in group if holder.computed_from == "parameters"]
+    copies = [holder for holder in group if _what_it_is(holder) == "parameters"]
     is_empty_later = not any(map(facts.is_there_at_the_end, group))
     if is_empty_later and 2 * total(copies) > total(group):
         return True  # copies of a round, which are averaged at its end
@@ -243,6 +254,9 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
+    outer = min((holder.keeper.box for holder in old), key=len)
+    if outer and held.box.startswith(outer + EACH):
+        held = held._replace(path=outer, box=outer)
     slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
     changes["stays"] = sum(slices)
@@ -327,14 +341,22 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
     Only of the module that was called most often: the layers of one batch are no evaluation.
     """
     of_modules = defaultdict[int, dict[int, list[Holder]]](dict)
+    forgotten = defaultdict[int, list[Holder]](list)
     if not facts.outside_of_training:
         return []
+    alike = Counter[tuple]()
     for holder in sorted(holders, key=lambda holder: holder.first_sample):
         begun = facts.maker_of(holder)
+        if begun is None and holder.made_in == EVALUATION:
+            # A long run's list has only the last forwards: each has made one tensor of a kind.
+            kind = (holder.module, *_made(holder))
+            forgotten[alike[kind]].append(holder)
+            alike[kind] += 1
         of_an_evaluation = begun is not None and begun.has_weights and not begun.with_grad
         if of_an_evaluation and facts.time_of(holder) >= 0:  # data was there before
             of_modules[begun.number].setdefault(begun.first_sample, []).append(holder)
-    return list(max(of_modules.values(), key=len, default={}).values())
+    known = max(of_modules.values(), key=len, default={})
+    return [*forgotten.values(), *known.values()]
 
 
 def _goes_on(group: list[Holder], facts: Facts) -> bool:
@@ -346,14 +368,14 @@ def _goes_on(group: list[Holder], facts: Facts) -> bool:
     times = sorted({facts.time_of(holder) for holder in (at_the_end if stays else group)})
     gaps = [after - before for before, after in pairwise(times)]
     longest = max(gaps[:-1], default=0) + 1  # the last one may have nothing to do with the others
-    kinds = {(holder.line, holder.op) for holder in group}
+    kinds = {_made(holder) for holder in group}
     known, end = list(facts.at_peak), facts.peak_time
     if stays:
         known += filter(facts.is_there_at_the_end, facts.others)
         end = facts.times
     later = set[int]()  # of the newest ones, which a variable may hold as well
     for holder in known:
-        if (holder.line, holder.op) in kinds and facts.time_of(holder) > times[-1]:
+        if _made(holder) in kinds and facts.time_of(holder) > times[-1]:
             later.add(facts.time_of(holder))
     until_the_end = [*times[-2:], *sorted(later), end]
     return all(after - before <= longest for before, after in pairwise(until_the_end))
@@ -414,6 +436,8 @@ def _what_it_is(holder: Holder) -> str:
         return "graphs"
     if holder.is_of_training:
         return holder.category
+    if holder.computed_from == "gradients":
+        return "gradients"
     if holder.computed_from == "parameters" or is_copy_of_a_storage(holder):
         return "parameters"  # copies of weights
     return "slices" if holder.keeper.part > 1 else "other"
@@ -461,9 +485,9 @@ def _growing_tensor(free: Sequence[Holder], facts: Facts) -> Group | None:
     growth = old.nbytes - rising[-1].nbytes
     if len(rising) <= SEVERAL or growth < WORTH * facts.peak.total:
         return None
-    holders = [holder for holder in survivors if _same_code(holder, old)]
+    holders = [holder for holder in survivors if _made(holder) == _made(old)]
     for holder in free:
-        if holder.nbytes > old.nbytes and _same_code(holder, old):
+        if holder.nbytes > old.nbytes and _made(holder) == _made(old):
             holders.append(holder)  # the longer one, which is being made
     newest = holders[-1]
     later = [holder for holder in alike if holder.first_sample > newest.first_sample]
@@ -504,13 +528,13 @@ def _has_survived(holder: Holder, facts: Facts) -> bool:
     return bool(last) and not by_a_layer and holder.first_sample < last[0].first_sample
 
 
-def _same_code(one: Holder, other: Holder) -> bool:
-    """Whether the same line has made both, by the same operation."""
-    return (one.line, one.op, one.dtype) == (other.line, other.op, other.dtype)
+def _made(holder: Holder) -> tuple:
+    """The same for all that one line has made by one operation."""
+    return holder.line, holder.op, holder.dtype
 
 
 def _continues(one: Holder, other: Holder) -> bool:
     """Whether both are of one line, and only one of their sizes differs, if any does."""
-    if not _same_code(one, other) or len(one.shape) != len(other.shape):
+    if _made(one) != _made(other) or len(one.shape) != len(other.shape):
         return False
     return sum(map(int.__ne__, one.shape, other.shape)) <= 1

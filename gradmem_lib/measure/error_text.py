@@ -74,7 +74,7 @@ _STARTS = {
     ),
     "vllm": (
         r"Noavailablememoryforthecacheblocks|lessthandesiredGPUmemoryutilization"
-        r"|KVcacheisneeded,whichislargerthan|CUDAoutofmemoryoccurredwhenwarmingup"
+        r"|[\d.]+GiBKVcacheisneeded|CUDAoutofmemoryoccurredwhenwarmingup"
         r"|Notenoughmemory\.Pleasetrytoincrease--mem-fraction-static"
     ),
     "dispatched": (
@@ -125,11 +125,12 @@ _LONGEST = 1500  # characters of one message without white space
 _FIGURES = {
     # of the message's own request. XLA writes 6.48G, and a budget of this library no unit
     "asked": r"(?:toalloc(?:ate)?|allocating|reserve|askedfor)(?:morethan)?([\d.,]+)"
-    rf"(bytes|[KMGTE](?:i?B)?)|Requested:{_SIZE}|Invalidbuffersize:{_SIZE}",
+    rf"(bytes|[KMGTE](?:i?B)?)|Requested:{_SIZE}|Invalidbuffersize:{_SIZE}|{_SIZE}KVcache",
     "live": r"bytes:([\d,]+)live",
     "total": rf"{_SIZE}totalcapacity|totalcapac[i]?tyof{_SIZE}|Devicelimit:{_SIZE}"
     r"|\),([\d,]+)allowed",
-    "free": rf"{_SIZE}free;|{_SIZE}isfree|Free\(accordingtoCUDA\):{_SIZE}",
+    "free": rf"{_SIZE}free;|{_SIZE}isfree|Free\(accordingtoCUDA\):{_SIZE}"
+    rf"|available(?:KVcache)?memory\({_SIZE}\)",
     "allowed": rf"{_SIZE}allowed;|maxallowed:{_SIZE}",
     "allocated": rf"{_SIZE}alreadyallocated|{_SIZE}isallocatedbyPyTorch|MPSallocated:{_SIZE}"
     rf"|Currentlyallocated:{_SIZE}",

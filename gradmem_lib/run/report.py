@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
+from ..measure.budget import BudgetExceeded
 from ..measure.cause import in_words
 from ..measure.causes_of_growth import GROWTH
 from ..measure.diagnosis import Diagnosis
@@ -77,15 +78,25 @@ class Report:
 
     @classmethod
     def of(
-        cls, tracker: ScriptTracker, title: str, *, ended: str, failed: bool, error: str
+        cls,
+        tracker: ScriptTracker,
+        title: str,
+        *,
+        ended: str,
+        failed: bool,
+        error: str,
+        ended_by: BaseException | None = None,
     ) -> Report:
+        measured: ScriptTracker | BudgetExceeded = tracker
+        if isinstance(ended_by, BudgetExceeded) and ended_by.snapshot.total < tracker.peak.total:
+            measured = ended_by  # the script has survived the highest moment, and not this one
         return cls(
             title=title,
             budget=tracker.budget,
             steps=tracker.steps,
             device=str(tracker.device),
             allocator=tracker.allocator,
-            diagnosis=diagnose(tracker),
+            diagnosis=diagnose(measured),
             timeline=tracker.timeline,
             moment_peaks=tracker.moment_peaks,
             step_peaks=tracker.step_peaks,

@@ -115,6 +115,7 @@ class Session:
             ended=GOES_ON if goes_on else _how_it_ended(error),
             failed=_has_failed(error),
             error=_explained(error),
+            ended_by=error,
         )
         self._say(report.text())
         page = report.html()

@@ -76,11 +76,14 @@ def figures_of(error: ErrorText) -> dict[str, int]:
     return {name: found[name] for name in NAMES if found.get(name) is not None}
 
 
-def facts_of(error: ErrorText, figures: dict[str, int], *, is_windows: bool) -> Facts:
+def facts_of(error: ErrorText, figures: dict[str, int], moment: str, *, is_windows: bool) -> Facts:
     """The figures as they are printed, their sums, and the words that a sentence may need."""
     facts = Facts({name: shown(nbytes) for name, nbytes in figures.items()})
     if "free" in facts:
         facts["left"] = shown(facts["free"] + facts["idle"])
+    elif "total" in facts:
+        facts["beside"] = shown(facts["total"] - facts["allocated"])
+    facts["moment"] = moment
     facts["held"] = shown(facts["allocated"] + facts["idle"] + facts["other"])
     facts["wanted"] = shown(facts["held"] + facts["asked"])
     if error.own_number is not None:
@@ -174,7 +177,7 @@ def all_rows() -> list[Row]:
 
 def rows_of(kind: str, facts: Facts) -> list[Row]:
     """The row that answers, and those that add to it."""
-    values: dict[str, Any] = dict.fromkeys((*NAMES, "left"), 0)
+    values: dict[str, Any] = dict.fromkeys((*NAMES, "left", "beside"), 0)
     values |= facts | {"known": set(facts), "endless": ENDLESS, "GiB": GiB, "max": max, "min": min}
     for name, expression in table()["signs"].items():
         values[name] = value_of(expression, **values)

@@ -189,7 +189,7 @@ def explain(
     own = own_line(frames)
 
     figures = figures_of(error)
-    facts = facts_of(error, figures, is_windows="\\" in text and ":\\" in text)
+    facts = facts_of(error, figures, moment, is_windows="\\" in text and ":\\" in text)
     rows = rows_of(error.kind, facts)
     sentences = [fill(f"{row.says} {row.helps}".strip(), facts) for row in rows]
     sentences += _moment_sentences(moment, own, bool(frames), rows[0].case)

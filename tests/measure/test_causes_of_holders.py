@@ -385,6 +385,86 @@ PROGRAMS = {
         "`cell.state`",
         "new = torch.tanh",
     ),
+    "results of an evaluation long before the run's end": Program(
+        "step(torch.randn(64, 64))\n"
+        "results = []\n"
+        "with torch.no_grad():\n"
+        "    for _ in range(12):\n"
+        "        results.append(net(torch.randn(512, 64)))\n"
+        "results.clear()\n"
+        "for _ in range(270):\n"
+        "    step(torch.randn(1, 64))\n",
+        "append(net(torch.randn(512, 64)))",
+        "append(net(torch.randn(512, 64)).argmax(-1).byte())",
+        COLLECTED,
+        "kept by `results`: 10 tensors of 10 forwards",
+        "append(net(torch.randn(512, 64)))",
+    ),
+    "outputs that have a list inside": Program(
+        "class Model(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        h = net[:2](x)\n"
+        "        return {'scores': net[2](h), 'layers': [h]}\n"
+        "model, history = Model(), []\n"
+        "with torch.no_grad():\n"
+        "    for _ in range(10):\n"
+        "        history.append(model(torch.randn(512, 64)))\n",
+        "append(model(torch.randn(512, 64)))",
+        "append(model(torch.randn(512, 64))['scores'].argmax(-1).byte())",
+        COLLECTED,
+        "kept by `history`: 18 tensors of 9 forwards",
+        "append(model(torch.randn(512, 64)))",
+    ),
+    "weights of a round, which are averaged": Program(
+        "import copy\n"
+        "def share():\n"
+        "    return copy.deepcopy(net.state_dict())\n"
+        "for _ in range(3):\n"
+        "    states = {}\n"
+        "    for client in range(5):\n"
+        "        step(torch.randn(8, 64))\n"
+        "        states[client] = share()\n"
+        "    mean = {}\n"
+        "    for name in net.state_dict():\n"
+        "        mean[name] = torch.as_tensor(sum(state[name] for state in states.values()) / 5)\n"
+        "    net.load_state_dict(mean)\n"
+        "    del states, mean\n",
+        "copy.deepcopy(net.state_dict())",
+        "{name: t.numpy().copy() for name, t in net.state_dict().items()}",
+        COPIED,
+        "held by states",
+        "copy.deepcopy",
+    ),
+    "heads that an optimizer still has": Program(
+        "for _ in range(5):\n"
+        "    head = nn.Linear(256, 512)\n"
+        "    opt.add_param_group({'params': head.parameters()})\n"
+        "    for _ in range(2):\n"
+        "        opt.zero_grad()\n"
+        "        head(net[:2](torch.randn(8, 64))).square().mean().backward()\n"
+        "        opt.step()\n"
+        "    'drop'\n",
+        "'drop'",
+        "opt.param_groups.pop(); del head",
+        GROWTH,
+        "`opt.param_groups[…]['params']`",
+        "head = nn.Linear",
+    ),
+    "outputs and what was computed from them": Program(
+        "logs = []\n"
+        "for _ in range(6):\n"
+        "    out = net(torch.randn(512, 64))\n"
+        "    p = out.log_softmax(-1)\n"
+        "    entropy = -(p.exp() * p).sum()\n"
+        "    out.square().mean().backward()\n"
+        "    logs.append({'p': p, 'entropy': entropy})\n"
+        "opt.step()\n",
+        "{'p': p, 'entropy': entropy}",
+        "(p.mean().item(), entropy.item())",
+        "Forwards stay in memory after their own backward",
+        "logs",
+        "p.exp()",
+    ),
     "results of an evaluation": Program(
         "step(torch.randn(64, 64))\n"
         "def evaluate():\n"

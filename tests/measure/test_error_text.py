@@ -404,6 +404,13 @@ XPU out of memory. Tried to allocate 500.00 MiB. GPU 0 has a total capacity of 1
 allocated memory 16.40 GiB is allocated by PyTorch, and 0 bytes is reserved by PyTorch but
 unallocated.
 
+XPU, free is not given, the rest is too small | full
+Live tensors take 14.20 GiB of the card's 15.91 GiB
+asked=2.25GiB total=15.91GiB idle=340MiB
+XPU out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 15.91 GiB. Of the
+allocated memory 14.20 GiB is allocated by PyTorch, and 340.00 MiB is reserved by PyTorch but
+unallocated.
+
 MPS, mostly others | mps
 Apple's GPU: 6.78 GiB are taken and 10.60
 asked=10.6MiB allowed=6.77GiB
@@ -494,10 +501,17 @@ RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_HOST_ALLOCATION_FAILED
     x = bytearray(n)|MemoryError
 terminate called after throwing an instance of 'std::bad_alloc'
 Caught RuntimeError in pin memory thread for device 0.|CUDA error: out of memory
-OSError: [WinError 1455] The paging file is too small for this operation to complete.
-The paging file is too small for this operation to complete. (os error 1455)
 bash: fork: Cannot allocate memory
 cudaHostAlloc(&pointer, bytes, 0) failed: out of memory
+""",
+    ),
+    (
+        "host",
+        "The computer's memory was full, not the card's: Windows",
+        "systeminfo | findstr Memory",
+        """
+OSError: [WinError 1455] The paging file is too small for this operation to complete.
+The paging file is too small for this operation to complete. (os error 1455)
 """,
     ),
     (
@@ -529,6 +543,15 @@ UR backend failed. UR backend returns:40 (UR_RESULT_ERROR_OUT_OF_RESOURCES)
 """,
     ),
     (
+        "no figures",
+        "This error comes from the driver or from a library, and has no figures. It came in the",
+        "nvidia-smi",
+        """
+  File "/opt/bitsandbytes/optim/adam.py", line 9, in step|Error out of memory at line 3
+  File "/opt/site-packages/torch/_tensor.py", line 9, in backward|CUDA error: out of memory
+""",
+    ),
+    (
         "library",
         "cuDNN or cuBLAS could not start its work, most often because the card has no room left",
         "nvidia-smi",
@@ -547,7 +570,15 @@ CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`
         """
 RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.
 ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`.
+""",
+    ),
+    (
+        "vllm",
+        "This is vLLM's plan, not a request: a row of max_model_len tokens needs 16.00 GiB",
+        "nvidia-smi",
+        """
 16.00 GiB KV cache is needed, which is larger than the available memory (9.37 GiB).
+(16.0 GiB KV cache is needed, which is larger than the available KV cache memory (9.31 GiB). Based
 """,
     ),
     (

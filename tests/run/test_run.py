@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,6 +83,15 @@ COND = """
 loss = torch.cond(torch.ones(()) > 0, lambda x: model(x), lambda x: -model(x), (torch.ones(1, 8),))
 loss.sum().backward()
 """
+# A request that is refused, and given up, before the script begins.
+RETRIES = f"""
+import torch
+try:
+    torch.zeros(2**20)
+except torch.OutOfMemoryError:
+    pass
+{TRAINS}
+"""
 FORKS = f"""{TRAINS}
 if os.fork() == 0:
     print(model(torch.ones(1, 64)).shape)
@@ -97,6 +107,7 @@ OTHERS = {
     "recipe": (RECIPE, ["--steps", "2"]),
     "compiles": (COMPILES, []),
     "cond": (COMPILES + COND, []),
+    "retries": (RETRIES, ["--budget", "150 KiB"]),
 }
 RUN = ["-m", "gradmem_lib", "run"]
 # Scripts as others write them, with the arguments that each is given.
@@ -234,6 +245,11 @@ def test_a_budget_ends_the_script_where_a_card_of_that_size_would(ran):
     assert "BudgetExceeded: out of budget" in stderr
     assert "BudgetExceeded ended the script" in stderr
     assert (folder / "budget" / "gradmem-end.html").exists()
+    # The moment is explained that has ended the script, not a higher one that it has survived.
+    peaks = []
+    for name in ("budget", "retries"):
+        peaks += re.findall("^The peak is .*", said(folder, name, "stderr"), re.MULTILINE)
+    assert len(peaks) == 2 and peaks[0] == peaks[1]
 
 
 def test_a_script_that_fails_before_its_first_step_gets_no_advice(ran):

@@ -189,13 +189,22 @@ def weights_of_each_epoch(remedied=False):
 @has(GROWS)
 def gradients_of_each_step(remedied=False):
     """The gradients themselves, which zero_grad() drops only from the parameters."""
+    return kept_gradients(lambda p: p.grad, remedied)
+
+
+@has(GROWS, line="p.grad.clone()", says="p.grad.norm().item()")
+def copies_of_gradients(remedied=False):
+    return kept_gradients(lambda p: p.grad.clone(), remedied)
+
+
+def kept_gradients(of, remedied):
     net, x, kept = Net(), torch.randn(64, 64), []
     optimizer = adamw(net)
 
     def step(i):
         optimizer.zero_grad()
         net(x).square().mean().backward()
-        kept.append([p.grad.norm().item() if remedied else p.grad for p in net.parameters()])
+        kept.append([p.grad.norm().item() if remedied else of(p) for p in net.parameters()])
         optimizer.step()
 
     return trained(net, optimizer, step)
