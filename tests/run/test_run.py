@@ -103,9 +103,8 @@ RUN = ["-m", "gradmem_lib", "run"]
 SCRIPTS = {
     "mingpt_trainer.py": ["2"],
     "hf_trainer.py": [],
-    "accelerate_nlp.py": ["--cpu"],
+    "accelerate_peft.py": ["--cpu"],
     "word_language_model.py": ["--interrupt"],
-    "peft_lora.py": [],
 }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 
 import torch
+from support.gradients import gradient
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -82,6 +83,21 @@ class At(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step + 1 == self.number:
             self.what()
+
+
+class LastGradient(TrainerCallback):
+    """The gradient that each step is taken with: the last one, and all of them."""
+
+    def __init__(self):
+        self.all = []
+
+    @property
+    def found(self):
+        return self.all[-1]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        there = any(parameter.grad is not None for parameter in model.parameters())
+        self.all.append(gradient(model) if there else None)
 
 
 def assert_clean(trainer):

@@ -279,18 +279,23 @@ def test_splitting():
     parts = list(split(batch, 2))
     assert [len(part["input_ids"]) for part in parts] == [2, 2, 1]
     assert parts[0]["input_ids"].data_ptr() == batch["input_ids"].data_ptr()  # a view
-    flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0)}, 3))
+    flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0), "size": [8, 8]}, 3))
     assert [part["flag"] for part in flagged] == [True, True] and flagged[1]["scale"].item() == 2
+    assert flagged[1]["size"] == [8, 8]  # no list of rows
     encoding = BatchEncoding({"input_ids": torch.arange(3), "more": {"x": torch.arange(3)}})
     assert [part["more"]["x"].tolist() for part in split(encoding, 2)] == [[0, 1], [2]]
+    pairs = (["a", "b", "c"], torch.arange(3))
+    assert len(list(split(pairs, 3))) == 1  # in one piece, a list need not be cut
     as_dataclass = make_dataclass("Batch", ["input_ids"])(torch.arange(4))
     for wrong, size, says in (
         (batch, 0, "micro-batches of 0"),
         (batch | {"more": {"x": torch.zeros(2)}}, 2, r"\[2, 5\] rows"),
         (as_dataclass, 2, r"no tensor with rows is found \(found: Batch\)"),
+        (pairs, 2, "only tensors are cut"),
+        (batch | {"weights": [1.0] * 5}, 2, "only tensors are cut"),
     ):
         with pytest.raises(ValueError, match=says):
-            split(wrong, size)
+            next(split(wrong, size))
 
 
 @pytest.mark.parametrize("cache, mask", [(True, None), (False, []), (False, [20])])

@@ -17,14 +17,13 @@ import torch.nn.functional as F
 import transformers
 from support.families import with_dropout
 from support.gradients import error, gradient, ragged
+from support.trainers import LastGradient, trainer_for
 from torch import nn
-from transformers import TrainerCallback
 
 from gradmem_lib import (
     Recipe,
     accumulate_gradients,
     check_pieces_add_up,
-    make_trainer,
     predict,
     split,
     step,
@@ -39,7 +38,7 @@ EXACT = 1e-10
 RECIPE = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
 LENGTHS = torch.tensor([7, 3, 5, 2, 7, 6, 1, 4])
 SHOWN = torch.arange(STEPS) < LENGTHS[:, None]
-REFUSED = r"is no mean over labels or rows|it is 0 for a few rows"
+REFUSED = "accumulation=1.*(is no mean over labels or rows|it is 0 for a few rows)"
 
 
 def random(*shape, seed=1):
@@ -95,20 +94,6 @@ def segmented():
 
 
 # Right in pieces.
-
-
-def connectionist(model, micro):
-    """CTC divides each row by its own length; the labels have no -100."""
-    log_p = model(micro["x"]).log_softmax(-1).transpose(0, 1)
-    steps = torch.full((len(micro["x"]),), 12)
-    return F.ctc_loss(log_p, micro["labels"], steps, micro["lengths"])
-
-
-def transcribed():
-    generator = torch.Generator().manual_seed(2)
-    drawn = torch.randint(1, CLASSES, (ROWS, 5), generator=generator)
-    lengths = torch.tensor([5, 2, 3, 4, 1, 5, 3, 2])
-    return {"x": random(ROWS, 12, WIDTH), "labels": drawn, "lengths": lengths}
 
 
 def mean_of_means(model, micro):
@@ -177,7 +162,6 @@ WITH_MASK = WITH_NAN | {
 }
 
 RIGHT = {
-    "ctc": (mlp(), transcribed(), connectionist),
     "head of zeros": (head_of_zeros(), tagged(), mean_of_means),
     "gradient penalty": (mlp(1), noised(), penalized),
     "policy gradient": (mlp(), classified() | {"advantage": ADVANTAGE}, policy_gradient),
@@ -209,16 +193,12 @@ def tiny(cls):
 
 
 def of_logits(model, batch, shifted):
-    """The mean loss, from the logits and by this test's own sum."""
+    """The mean loss, from the logits."""
     logits = model(**{name: t for name, t in batch.items() if name != "labels"}).logits
     targets = batch["labels"]
     if shifted:
         logits, targets = logits[:, :-1], targets[:, 1:]
-    targets = targets.flatten()
-    log_p = logits.double().flatten(0, -2).log_softmax(-1)
-    counted = targets != -100
-    picked = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return -(picked * counted).sum() / counted.sum()
+    return F.cross_entropy(logits.double().flatten(0, -2), targets.flatten())
 
 
 NEXT_TOKEN = {
@@ -351,13 +331,30 @@ def balanced_scores(model, micro):
     return F.cross_entropy(model(micro["x"]), micro["labels"]) + chosen.square().sum()
 
 
-AT_THE_START = "with a few other numbers in its weights"
+def of_pairs(model, micro):
+    score = model(micro["x"])[:, 0]
+    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
+
+
+def noisy(model, batch):
+    noise = torch.randn_like(batch["x"])
+    return (model(batch["x"] + noise) - noise).square().mean()
+
+
+def no_pair(model, micro):
+    return 0 * model(micro["x"]).square().mean()
+
+
+AT_THE_START = "accumulation=1.*with a few other numbers in its weights"
 COMPARED = {
     "dice": (mlp(9), segmented(), dice, REFUSED),
     "above the mean": (mlp(1), numbers(), above_the_mean, REFUSED),
-    "sum": (mlp(), classified(), summed, ".*is a sum"),
+    "sum": (mlp(), classified(), summed, "accumulation=1.*is a sum"),
     "router": (mlp(), classified(), balanced_experts, REFUSED),
     "router at the start": (head_of_zeros(), classified(), balanced_scores, AT_THE_START),
+    "pairs": (mlp(1), numbers(), of_pairs, "^make rows that belong together one row"),
+    "noise": (mlp(WIDTH), numbers(), noisy, "draw random numbers in the data's collator"),
+    "no pair": (mlp(WIDTH), numbers(), no_pair, "it is 0 for a few rows together"),
 }
 
 
@@ -366,7 +363,7 @@ def test_a_loss_that_compares_rows_is_refused_and_left_alone(kind):
     model, batch, loss, says = COMPARED[kind]
     model = copy.deepcopy(model)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"accumulation=1.*({says})"):
+    with pytest.raises(ValueError, match=says):
         stepped(model, batch, loss)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -374,32 +371,12 @@ def test_a_loss_that_compares_rows_is_refused_and_left_alone(kind):
     stepped(model, batch, loss, pieces=1)
 
 
-def of_pairs(model, micro):
-    score = model(micro["x"])[:, 0]
-    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
-
-
-def test_rows_that_belong_together_are_told_to_be_one_row():
+def test_rows_that_belong_together_are_told_so_by_the_check_too():
     model = mlp(1)
-    with pytest.raises(ValueError, match=r"^make rows that belong together one row"):
-        stepped(model, numbers(), of_pairs)
     with pytest.raises(ValueError, match=r"make rows that belong together one row.*: its loss"):
         check_pieces_add_up(
             model, numbers(), lambda micro: (of_pairs(model, micro), 1), reduction="mean"
         )
-
-
-def noisy(model, batch):
-    noise = torch.randn_like(batch["x"])
-    return (model(batch["x"] + noise) - noise).square().mean()
-
-
-def test_a_loss_with_its_own_noise_is_told_so():
-    model, state = mlp(WIDTH), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"draw random numbers in the data's collator"):
-        stepped(model, numbers(), noisy)
-    assert torch.equal(torch.get_rng_state(), state)
-    stepped(model, numbers(), noisy, pieces=1)
 
 
 def test_a_first_ignored_label_in_a_later_batch_is_asked_about():
@@ -450,14 +427,6 @@ def test_a_forward_that_changes_what_the_next_one_reads_is_refused():
     stepped(model, numbers(), pieces=1)
 
 
-def test_a_loss_that_finds_no_pair_is_refused():
-    def no_pair(model, micro):
-        return 0 * model(micro["x"]).square().mean()
-
-    with pytest.raises(ValueError, match="it is 0 for a few rows together"):
-        stepped(mlp(WIDTH), numbers(), no_pair)
-
-
 def test_an_error_of_the_model_is_not_taken_for_its_loss():
     def breaks(model, micro):
         raise RuntimeError("size mismatch")
@@ -502,34 +471,17 @@ class Returning(nn.Module):
         return {"loss": self.loss(self.inner, batch)}
 
 
-class LastGradient(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **more):
-        self.found = gradient(model)
-
-
 def trained(model, batch, loss, folder, items=None):
     """The gradient of the one step of ``make_trainer``'s trainer, from 4 micro-batches."""
     last = LastGradient()
-    trainer = make_trainer(
-        Returning(copy.deepcopy(model), loss),
-        RECIPE,
-        batch_size=ROWS,
-        items=items,
-        train_dataset=[{name: rows[i] for name, rows in batch.items()} for i in range(ROWS)],
-        max_steps=1,
-        max_grad_norm=0.0,
-        output_dir=str(folder),
-        callbacks=[last],
-        live=False,
-        progress=False,
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
-    )
-    trainer.train()
+    rows = [{name: values[i] for name, values in batch.items()} for i in range(ROWS)]
+    given = {"train_dataset": rows, "remove_unused_columns": False, "max_steps": 1}
+    given |= {"items": items, "callbacks": [last], "in_order": True}
+    trainer_for(Returning(copy.deepcopy(model), loss), RECIPE, folder, **given).train()
     return last.found
 
 
-@pytest.mark.parametrize("kind", ["ctc", "samples"])
+@pytest.mark.parametrize("kind", ["gradient penalty", "samples"])
 def test_make_trainer_has_the_full_batchs_gradient(kind, tmp_path):
     model, batch, loss = RIGHT[kind]
     assert error(trained(model, batch, loss, tmp_path), full(model, batch, loss)) <= EXACT
@@ -546,7 +498,8 @@ def test_make_trainer_refuses_what_compares_rows(tmp_path):
 
 def token_mean(ignored, key="labels", shift=0):
     def loss(model, batch):
-        logits = model(batch["x"])[:, : STEPS - shift].flatten(0, 1)
+        x = batch["x"] if isinstance(batch, dict) else batch[0]
+        logits = model(x)[:, : STEPS - shift].flatten(0, 1)
         return F.cross_entropy(logits, batch[key][:, shift:].flatten(), ignore_index=ignored)
 
     return loss
@@ -574,6 +527,7 @@ SAID = {
         "x",
     ),
     "weights of rows": (WEIGHED, weighed_rows, "weight", "labels"),
+    "a tuple": (tuple(OTHER_NAME.values()), token_mean(-100, key=1), 1, 0),
 }
 
 
@@ -591,15 +545,6 @@ def test_a_count_that_is_said_is_exact_and_a_wrong_one_is_refused(kind, tmp_path
         with pytest.raises(ValueError, match=f"no mean over {says}"):
             predict(model, batch=batch, loss=loss, recipe=RECIPE, items=items, target="cpu")
     predict(model, batch=batch, loss=loss, recipe=RECIPE, items=right, target="cpu")
-
-
-def test_a_tuple_as_batch_has_a_count_too():
-    model, pair = mlp(), tuple(OTHER_NAME.values())
-
-    def loss(model, pair):
-        return token_mean(-100, 1)(model, {"x": pair[0], 1: pair[1]})
-
-    assert error(stepped(model, pair, loss, 1), full(model, pair, loss)) <= EXACT
 
 
 @pytest.mark.parametrize(

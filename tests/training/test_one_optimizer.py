@@ -111,6 +111,9 @@ def test_step_trains_as_make_trainer_to_the_bit(fields, tmp_path):
         assert torch.equal(p, q), where
 
 
+ONE = torch.ones(1, 1).double()
+
+
 def one_weight(value: float = 1.0):
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, value)
@@ -133,23 +136,27 @@ def test_gradients_are_clipped_after_they_are_unscaled(scaled, factor, moved):
     assert model.weight.item() == pytest.approx(1 - moved, abs=1e-6)
 
 
-def test_a_skipped_step_is_none_for_the_schedule_either():
+@pytest.mark.parametrize("scaler", [GradScaler(), torch.amp.GradScaler("cpu")])
+def test_a_skipped_step_is_none_for_the_schedule_either(scaler):
     model, recipe = one_weight(), Recipe(precision=None, optimizer="sgd")
     made = prepare(model, recipe, lr=1.0)
-    scheduler, scaler = StepLR(made.optimizer, 1, 0.5), GradScaler()
-    batch = torch.ones(1, 1).double()
+    scheduler = StepLR(made.optimizer, 1, 0.5)
+    given = {"scaler": scaler, "scheduler": scheduler, "max_grad_norm": 1.0}
     rates = []
     for factor in (torch.inf, 1.0):
-        given = {"scaler": scaler, "scheduler": scheduler, "max_grad_norm": 1.0}
-        step(model, made.optimizer, batch, recipe, loss=slope(factor), **given)
+        step(model, made.optimizer, ONE, recipe, loss=slope(factor), **given)
         rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 0.5]
     assert model.weight.item() == pytest.approx(0.0, abs=1e-5)  # clipping adds 1e-6 to the norm
+
+
+def test_a_gradient_that_is_not_finite_makes_no_step():
+    model, recipe = one_weight(0.0), Recipe(precision=None, optimizer="sgd")
+    made = prepare(model, recipe, lr=1.0)
+    given = {"loss": lambda m, b: m(b).sum().sqrt() * 0.0, "max_grad_norm": 1.0}
     with pytest.raises(ValueError, match="lower the learning rate: a gradient is not finite"):
-        overflowing = nn.Linear(1, 1, bias=False)
-        given = {"loss": lambda m, b: (m(b) * 1e-30).sum().sqrt() * 0.0, "max_grad_norm": 1.0}
-        nn.init.zeros_(overflowing.weight)
-        step(overflowing, made.optimizer, torch.ones(1, 1), recipe, **given)
+        step(model, made.optimizer, ONE, recipe, **given)
+    assert model.weight.item() == 0.0
 
 
 def test_what_steps_in_backward_has_schedulers_and_no_clipping():
