@@ -79,17 +79,25 @@ def layers_of(family, model):
     return model.layers if family == "modulelist" else model
 
 
-def step(family, model, batch):
+def step(family, model, batch, *, autocast=False, use_cache=False):
     """Loss and gradients of one training step with a fixed random state."""
     torch.manual_seed(7)
-    if family in PLAIN:
-        loss = model(batch).square().sum()
-    else:
-        loss = model(**batch, **({} if family in ("vit", "bert") else {"use_cache": False})).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if family in PLAIN:
+            loss = model(batch).square().sum()
+        elif family in ("vit", "bert"):
+            loss = model(**batch).loss
+        else:
+            loss = model(**batch, use_cache=use_cache).loss
     loss.backward()
+    return loss.detach(), taken(model)
+
+
+def taken(model):
+    """The gradients, taken off the model."""
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return loss.detach(), found
+    return found
 
 
 def same(one, other):

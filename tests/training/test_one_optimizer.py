@@ -171,42 +171,22 @@ def test_what_steps_in_backward_has_schedulers_and_no_clipping():
         step(model, made.optimizer, batch, recipe, max_grad_norm=1.0)
 
 
-def masters(optimizer):
-    found = {}
-    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
-        for parameter, state in one.state.items():
-            found[parameter] = state["master"]
-    return found
-
-
-def stands_still(model, optimizer, recipe):
-    """A step at a rate of 0, which makes the states."""
-    ids = torch.randint(0, 64, (1, 8))
-    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
-
-
+@pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize("fields", [{"optimizer": "adamw-fused"}, {"in_backward": True}])
-def test_a_master_starts_from_the_weights_that_were_given(fields):
-    recipe = Recipe(precision="float32-master", **fields)
-    model = small(**LLAMA)
+def test_a_master_starts_from_the_weights_that_were_given_or_loaded_since(fields, loaded):
+    recipe, model = Recipe(precision="float32-master", **fields), small(**LLAMA)
     given = {where: p.detach().clone() for where, p in model.named_parameters()}
-    made = prepare(model, recipe, lr=0.0)
-    stands_still(model, made.optimizer, recipe)
-    kept = masters(made.optimizer)
+    optimizer = prepare(model, recipe, lr=0.0).optimizer
+    if loaded:
+        model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
+        given = {where: p.detach().float() for where, p in model.named_parameters()}
+    ids = torch.randint(0, 64, (1, 8))
+    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)  # which makes the states
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    states = {p: state for one in optimizers for p, state in one.state.items()}
     for where, parameter in model.named_parameters():
-        assert torch.equal(kept[parameter], given[where])
+        assert torch.equal(states[parameter]["master"], given[where])
         assert torch.equal(parameter, given[where].bfloat16())
-
-
-def test_weights_that_were_loaded_since_are_the_masters():
-    recipe = Recipe(precision="float32-master")
-    model = small(**LLAMA)
-    made = prepare(model, recipe, lr=0.0)
-    others = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
-    model.load_state_dict(others)
-    stands_still(model, made.optimizer, recipe)
-    for parameter, master in masters(made.optimizer).items():
-        assert torch.equal(master, parameter.float())
 
 
 def test_merged_weights_are_the_nearest():

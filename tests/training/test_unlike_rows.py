@@ -96,18 +96,6 @@ def test_flags_that_only_weigh_rows_are_the_full_batchs():
     torch.testing.assert_close(run.model.weight.grad, expected.weight.grad)
 
 
-class Chain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 4)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
 def breaks(model, batch):
     value = model(batch["x"]).sum()
     if dist.get_rank() == 1:
@@ -122,8 +110,9 @@ def refused_on_a_rank() -> list[str]:
     batch, loss = hidden_words()
     if dist.get_rank() == 0:
         batch["mask"] = torch.ones(ROWS, TOKENS)
-    recipe = replace(RECIPE, sharding="fsdp", layers=("layers",))
-    run = prepare(Chain().double(), recipe)
+    recipe = replace(RECIPE, sharding="fsdp")
+    torch.manual_seed(0)
+    run = prepare(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 4)).double(), recipe)
     said = []
     for asked in (loss, breaks):
         with pytest.raises(ValueError) as raised:
