@@ -32,17 +32,13 @@ def block():
 class Looped(nn.Module):
     """A ModuleList called in a loop, each layer with a mask by keyword; layers return a tuple."""
 
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = block()
-
+    class Layer(nn.Sequential):
         def forward(self, x, *, mask):
-            return (x + self.body(x) * mask, None)
+            return (x + super().forward(x) * mask, None)
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(N))
+        self.layers = nn.ModuleList(self.Layer(*block()) for _ in range(N))
 
     def forward(self, x):
         mask = torch.linspace(0, 1, 8)

@@ -5,13 +5,9 @@ from __future__ import annotations
 import signal
 
 import torch
+from support.families import tiny_config, with_dropout
 from support.gradients import gradient
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.course.material import models, texts
@@ -59,19 +55,9 @@ def plain_arguments(folder, **given):
     return TrainingArguments(str(folder), save_strategy="no", **settings | given)
 
 
-def classifier(num_labels: int = 3):
+def classifier():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        num_labels=num_labels,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(with_dropout(tiny_config("bert"), 0.0))
 
 
 class At(TrainerCallback):

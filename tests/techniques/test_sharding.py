@@ -8,10 +8,9 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from support import sharded_trainer
 from support.nightly import ALL, each
 from support.refusals import refusal
-from support.sharded import distances, far, whole
+from support.sharded import distances, far, model_of, resumed, saved, whole
 from support.trainers import small, trainer_for
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -76,16 +75,13 @@ def in_two(folder: str) -> dict:
         "rounded": rounded_by_chance(),
         "unused": [unused(yourself) for yourself in (True, False)],
         "said": said_by_shard(),
-        "saved": [sharded_trainer.saved(f"{folder}/{len(fields)}", fields) for fields in SAVED],
-        "trained": sharded_trainer.trained(folder, 4, {"accumulation": 2, "sharding": "ddp"}),
+        "saved": [saved(f"{folder}/{len(fields)}", fields) for fields in SAVED],
     }
 
 
 def in_four(folder: str) -> tuple[dict, list]:
-    resumed = []
-    for fields in SAVED:
-        resumed.append(sharded_trainer.resumed(f"{folder}/{len(fields)}", fields, 1, True, False))
-    return distances(FOUR), resumed
+    gone_on = [resumed(f"{folder}/{len(fields)}", fields, 1, True, False) for fields in SAVED]
+    return distances(FOUR), gone_on
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +142,7 @@ def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(on_two, on_fou
     fields, never_stopped = SAVED[place], on_two[0]["saved"][place]
     assert far(on_four[1][place], never_stopped) <= CLOSE
     alone = {name: value for name, value in fields.items() if name != "sharding"}
-    here = sharded_trainer.resumed(f"{folder}/{len(fields)}", alone, 1, True, False)
+    here = resumed(f"{folder}/{len(fields)}", alone, 1, True, False)
     assert far(here, never_stopped) <= CLOSE
 
 
@@ -156,7 +152,7 @@ def overflowed():
     """
     recipe = Recipe(precision="autocast-fp16")
     model, optimizer, _ = prepare(
-        sharded_trainer.model_of("llama", torch.float32), replace(recipe, sharding="fsdp")
+        model_of("llama", torch.float32), replace(recipe, sharding="fsdp")
     )
     ids, scaler, factors = torch.arange(3, 19).view(2, 8), GradScaler(init_scale=2.0**10), []
     batch = {"input_ids": ids, "labels": ids}
@@ -170,7 +166,7 @@ def overflowed():
 
 def rounded_by_chance():
     recipe = Recipe(precision="bf16", optimizer="adamw-stochastic", sharding="zero1")
-    model, optimizer, _ = prepare(sharded_trainer.model_of("llama", torch.float32), recipe, lr=1e-2)
+    model, optimizer, _ = prepare(model_of("llama", torch.float32), recipe, lr=1e-2)
     ids = torch.arange(3, 19).view(2, 8) + dist.get_rank()
     torch.manual_seed(dist.get_rank())
     step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
@@ -290,11 +286,3 @@ def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
             )
             assert parallel.process_group is mesh.get_group()
     assert moved == ["cpu"]
-
-
-def test_make_trainer_on_two_ranks_learns_what_one_process_learns(on_two, tmp_path):
-    """In float32 a micro-batch's share of the labels is rounded."""
-    alone, _ = sharded_trainer.trained(tmp_path, 8, {})
-    (one, wrapper), (other, _) = [found["trained"] for found in on_two]
-    assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
-    assert (one - alone).norm() <= 1e-6 * alone.norm()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from support.families import with_dropout
-from support.gradients import error, gradient, ragged
+from support.gradients import error, gradient, ragged, taken_gradient
 from support.trainers import LastGradient, trainer_for
 from torch import nn
 
@@ -120,11 +120,10 @@ def penalized(model, micro):
     return model(noise).mean() - model(micro["x"]).mean() + 10 * penalty
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.classes, self.number = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
+def heads():
+    torch.manual_seed(0)
+    named = {"classes": nn.Linear(WIDTH, CLASSES), "number": nn.Linear(WIDTH, 1)}
+    return nn.ModuleDict(named).double()
 
 
 def policy_gradient(model, micro):
@@ -232,11 +231,8 @@ def test_a_loss_that_is_itself_in_bf16_is_not_refused():
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = tiny_model(transformers.BertForMaskedLM, transformers.BertConfig())
-        assert (
-            stepped(model.to(torch.bfloat16), ragged((120, 120, 60, 10), VOCABULARY))
-            .isfinite()
-            .all()
-        )
+        batch = ragged((120, 120, 60, 10), VOCABULARY)
+        assert stepped(model.to(torch.bfloat16), batch).isfinite().all()
 
 
 # Refused, with a way out that works: sums with their counts.
@@ -245,8 +241,8 @@ def test_a_loss_that_is_itself_in_bf16_is_not_refused():
 def two_heads(model, micro):
     """A label is missing for some rows, and a score for none."""
     targets = micro["labels"]
-    named = F.cross_entropy(model.classes(micro["x"]), targets, reduction="sum")
-    squared = (model.number(micro["x"])[:, 0] - micro["score"]).square().sum()
+    named = F.cross_entropy(model["classes"](micro["x"]), targets, reduction="sum")
+    squared = (model["number"](micro["x"])[:, 0] - micro["score"]).square().sum()
     return [(named, (targets != -100).sum()), (squared, len(targets))]
 
 
@@ -260,7 +256,7 @@ def z_loss(model, micro):
 
 SUMS = {
     "row without a label": (
-        TwoHeads().double(),
+        heads(),
         numbers(labels=torch.tensor([0, -100, 2, 3, 4, -100, 1, 2]), score=random(ROWS, seed=5)),
         two_heads,
     ),
@@ -276,6 +272,12 @@ def test_what_step_refuses_is_exact_as_sums_with_their_counts(kind):
     def loss(asked, micro):
         return sum(total / count for total, count in pairs(asked, micro))
 
+    def loss_and_count(micro):
+        return pairs(model, micro)
+
+    def counts(micro):
+        return tuple(float(count) for _, count in pairs(model, micro))
+
     expected = full(model, batch, loss)
     if kind == "z-loss":
         with pytest.warns(UserWarning, match="more than rounding seems to explain"):
@@ -285,19 +287,11 @@ def test_what_step_refuses_is_exact_as_sums_with_their_counts(kind):
         with pytest.raises(ValueError, match="is no mean over labels or rows"):
             stepped(model, batch, loss)
     model.zero_grad()
-
-    def counts(micro):
-        return tuple(float(count) for _, count in pairs(model, micro))
-
-    shown = next(split(batch, 4))
-    check_pieces_add_up(model, shown, lambda micro: pairs(model, micro))
-    several = list(split(batch, 2))
+    check_pieces_add_up(model, next(split(batch, 4)), loss_and_count)
     for total in ({"count_items": counts}, {"total_items": counts(batch)}):
-        model.zero_grad()
-        found = accumulate_gradients(several, lambda micro: pairs(model, micro), **total)
-        assert error(gradient(model), expected) <= EXACT and found.items == pytest.approx(
-            counts(batch)
-        )
+        found = accumulate_gradients(list(split(batch, 2)), loss_and_count, **total)
+        assert error(taken_gradient(model), expected) <= EXACT
+        assert found.items == pytest.approx(counts(batch))
 
 
 # Refused: rows are compared. Uncut, each of them is right.
@@ -381,12 +375,10 @@ def test_rows_that_belong_together_are_told_so_by_the_check_too():
 
 def test_a_first_ignored_label_in_a_later_batch_is_asked_about():
     """Equally long rows do not show that each row has a mean of its own."""
-    model = mlp()
-    stepped(model, tagged() | {"labels": tagged()["labels"].clamp(min=0)}, mean_of_means)
-    assert (
-        error(stepped(model, tagged(), mean_of_means), full(model, tagged(), mean_of_means))
-        <= EXACT
-    )
+    model, batch = mlp(), tagged()
+    stepped(model, batch | {"labels": batch["labels"].clamp(min=0)}, mean_of_means)
+    found = stepped(model, batch, mean_of_means)
+    assert error(found, full(model, batch, mean_of_means)) <= EXACT
 
 
 def test_the_same_code_with_another_word_is_asked_again():
@@ -402,25 +394,23 @@ def test_the_same_code_with_another_word_is_asked_again():
 # What a forward leaves for the next one.
 
 
-class Warming(nn.Module):
+class Warming(nn.Linear):
     """The weight of its second part grows with each forward."""
 
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.calls = nn.Linear(WIDTH, 4).double(), 0
+    calls = 0
 
     def forward(self, x):
         self.calls += self.training
-        embedded = self.encoder(x)
+        embedded = super().forward(x)
         return embedded.square().mean() + self.calls / 100 * embedded.abs().mean()
 
 
 def test_a_forward_that_changes_what_the_next_one_reads_is_refused():
-    model = Warming()
+    model = Warming(WIDTH, 4).double()
     before = [p.clone() for p in model.parameters()]
     for seed in (1, 2):  # trying again does not help
         with pytest.raises(
-            ValueError, match=r"after optimizer\.step\(\).*though no trained weight has"
+            ValueError, match=r"after optimizer\.step.*though no trained weight has"
         ):
             stepped(model, {"x": random(ROWS, WIDTH, seed=seed)})
     assert all(map(torch.equal, before, model.parameters()))
@@ -441,22 +431,21 @@ def test_batches_without_rows_are_not_taken_at_their_word():
     """Packed rows with the places where they begin, or graphs with their edges."""
     micro = {"x": torch.randn(3, 6), "edges": torch.zeros(7, 2), "labels": torch.tensor([0, 1, 1])}
     ask = partial(find_rule, mlp(), loss_of=None, default=labels, how="accumulation=2")
-    with pytest.warns(
-        UserWarning, match="different numbers of rows. The loss is taken as the mean"
-    ):
+    with pytest.warns(UserWarning, match="numbers of rows. The loss is taken as the mean"):
         assert ask([micro, micro]) is None
     with pytest.raises(ValueError, match=r"accumulation=1.*no labels of whole numbers"):
         ask([micro | {"labels": torch.randn(3)}])
 
 
-def test_a_tuple_begins_with_the_loss():
-    class Pair(nn.Linear):
-        def forward(self, x):
-            out = super().forward(x)
-            return out.square().mean(), out
+class Pair(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out.square().mean(), out
 
-    model = Pair(WIDTH, 1).double()
-    assert error(stepped(model, numbers()), full(model, numbers(), lambda m, b: m(**b)[0])) <= EXACT
+
+def test_a_tuple_begins_with_the_loss():
+    model, batch = Pair(WIDTH, 1).double(), numbers()
+    assert error(stepped(model, batch), full(model, batch, lambda m, b: m(**b)[0])) <= EXACT
 
 
 # The same through make_trainer: the model returns its loss, and rows come from a data set.

@@ -131,19 +131,17 @@ BATCH = {"input_ids": torch.randint(0, 512, (4, 16)), "labels": torch.randint(0,
 OPTIONS = {"lora_alpha": 16, "lora_dropout": 0.3, "target_modules": ["q_proj", "mlp.up_proj"]}
 
 
+def trained_numbers(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def ours_and_theirs(dtype):
     """Two models with the same numbers."""
     theirs = wrapped(dtype=dtype, **OPTIONS)
     torch.manual_seed(0)
     ours = small().to(dtype)
-    recipe = Recipe(
-        precision=None,
-        attention=None,
-        lora_rank=4,
-        lora_targets=OPTIONS["target_modules"],
-        lora_alpha=OPTIONS["lora_alpha"],
-        lora_dropout=OPTIONS["lora_dropout"],
-    )
+    named = {"lora_alpha": 16, "lora_dropout": 0.3, "lora_targets": OPTIONS["target_modules"]}
+    recipe = Recipe(precision=None, attention=None, lora_rank=4, **named)
     prepare(ours, recipe)
     random_additions(ours)
     with torch.no_grad():
@@ -157,23 +155,19 @@ def ours_and_theirs(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_alpha_dropout_and_targets_are_pefts(dtype):
     ours, theirs, recipe = ours_and_theirs(dtype)
-    found = []
+    outputs = []
     for model in (ours, theirs):
         model.train()
         torch.manual_seed(3)  # dropout
-        out = model(**BATCH)
-        out.loss.backward()
-        grads = {}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                name = name.removeprefix("base_model.model.")
-                name = name.replace("lora_A.default.weight", "A")
-                grads[name.replace("lora_B.default.weight", "B")] = p.grad
-        found.append((out.logits, grads))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1].keys() == found[1][1].keys()
-    for name, grad in found[0][1].items():
-        assert torch.equal(grad, found[1][1][name]) and grad.any()
+        outputs.append(model(**BATCH))
+        outputs[-1].loss.backward()
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    assert trained_numbers(ours) == trained_numbers(theirs)
+    for name, module in adapters_of(ours).items():
+        their = theirs.base_model.model.get_submodule(name)
+        assert module.A.grad.any() and module.B.grad.any()
+        assert torch.equal(module.A.grad, their.lora_A["default"].weight.grad)
+        assert torch.equal(module.B.grad, their.lora_B["default"].weight.grad)
     ids = rows(2).ids
     assert torch.equal(logits(ours, ids), logits(theirs, ids))  # dropout is off
     # The bytes, measured in both and predicted.

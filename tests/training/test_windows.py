@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -181,8 +182,9 @@ def in_two_processes(folder):
     }
     recipe = Recipe(accumulation=2, optimizer="sgd")
     given = {"batch_size": 2, "train_dataset": Rows(7), "eval_dataset": Rows(7), "max_steps": 1}
-    trainer, look = trainer_of(Path(folder), recipe, **given)
+    trainer, look = trainer_of(Path(folder), replace(recipe, sharding="ddp"), **given)
     trainer.train()
+    assert type(trainer.model_wrapped) is DistributedDataParallel
     found["gradient"] = look.found
     found["eval_loss"] = trainer.evaluate()["eval_loss"]
     for kind in (Worse, Counts):
