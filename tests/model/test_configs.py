@@ -13,10 +13,14 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.families import tiny_config
 from torch import Tensor, nn
 
+from gradmem_lib import plan
+from gradmem_lib.course.material.models import tiny_llama
 from gradmem_lib.model import classes, configs, inputs
+from gradmem_lib.model.wrappers import inside_peft, inside_wrapper, without_wrappers
 
 ROWS, TOKENS = 3, 16
 AS = {  # without an architecture, what transformers' own class for the task makes of the config
@@ -231,3 +235,22 @@ def test_whether_there_is_a_way_to_the_hub(url, address, monkeypatch):
     assert configs._hub_answers() is False
     monkeypatch.delenv("https_proxy")
     assert configs._hub_answers() is False and len(asked) == 2
+
+
+# What is around a model: processes, and PEFT.
+
+
+def test_each_wrapper_is_taken_off_and_no_part_that_is_only_called_so():
+    model = tiny_llama()
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    wrapped = nn.DataParallel(adapted)
+    assert inside_wrapper(wrapped) is adapted and inside_peft(adapted) is model
+    assert without_wrappers(wrapped) is model and inside_peft(wrapped) is wrapped
+    own = nn.Module()
+    own.module = model
+    assert without_wrappers(own) is own
+
+
+def test_a_plan_of_a_wrapped_model_says_that_it_has_no_config():
+    with pytest.raises(ValueError, match="DataParallel has no config, so its inputs are not known"):
+        plan(nn.DataParallel(tiny_llama()), card="1 GiB", seq_len=8, global_batch=1)

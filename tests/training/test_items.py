@@ -13,10 +13,12 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from support.families import with_dropout
 from support.gradients import error, gradient, ragged, taken_gradient
+from support.refusals import refusal
 from support.trainers import LastGradient, trainer_for
 from torch import nn
 
@@ -25,9 +27,11 @@ from gradmem_lib import (
     accumulate_gradients,
     check_pieces_add_up,
     predict,
+    prepare,
     split,
     step,
 )
+from gradmem_lib.course import run_ranks
 from gradmem_lib.model.classes import predicts_next_token
 from gradmem_lib.training.item_rules import labels
 from gradmem_lib.training.items import find_rule
@@ -152,6 +156,47 @@ def regression(model, micro):
     return F.mse_loss(model(x)[there], targets[there])
 
 
+# Rows of which the first ones look alike, and later ones show what the loss is.
+
+
+def words(**more):
+    return {"x": random(12, 6, 3)} | more
+
+
+def flagged(model, batch):
+    """Flags only weigh rows. The first rows have a loss of 0."""
+    losses = F.cross_entropy(model(batch["x"]).mean(1), batch["target"], reduction="none")
+    return (losses * batch["counts"]).mean()
+
+
+def hidden_words():
+    mask = torch.ones(12, 6).double()
+    mask[9, 2:] = 0
+    mask[11, 1:] = 0
+    return words(mask=mask)
+
+
+def of_hidden_words(model, batch):
+    errors = model(batch["x"]).square().mean(-1)
+    return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+
+# The weighted class is neither the smallest nor the largest.
+WEIGHTED = words()["x"], torch.tensor([0, 3, 0, 3, 1, 3, 1, 3, 2, 2, 0, 3])
+
+
+def weighted_class(model, batch):
+    weights = torch.tensor([1.0, 1.0, 7.0, 1.0]).double()
+    return F.cross_entropy(model(batch[0]).mean(1), batch[1], weight=weights)
+
+
+def of_known_targets(model, batch):
+    known = ~batch["target"].isnan()
+    return F.huber_loss(model(batch["x"]).mean((1, 2))[known], batch["target"][known])
+
+
+FLAGGED = words(target=torch.arange(12) % 4, counts=torch.arange(12) > 8)
+LATE_NAN = words(target=random(12, seed=2).index_fill(0, torch.tensor([8, 9]), math.nan))
 Named = namedtuple("Named", "x labels")
 KNOWN = random(ROWS, WIDTH) > 0
 WITH_NAN = numbers(labels=random(ROWS, WIDTH, seed=2).masked_fill(~KNOWN, math.nan))
@@ -167,6 +212,7 @@ RIGHT = {
     "samples": (mlp(), SAMPLED, of_samples),
     "missing targets": (mlp(WIDTH), Named(**WITH_NAN), regression),
     "hidden targets": (mlp(WIDTH), WITH_MASK, regression),
+    "flags": (mlp(4, 3), FLAGGED, flagged),
 }
 
 
@@ -349,6 +395,9 @@ COMPARED = {
     "pairs": (mlp(1), numbers(), of_pairs, "^make rows that belong together one row"),
     "noise": (mlp(WIDTH), numbers(), noisy, "draw random numbers in the data's collator"),
     "no pair": (mlp(WIDTH), numbers(), no_pair, "it is 0 for a few rows together"),
+    "hidden words": (mlp(4, 3), hidden_words(), of_hidden_words, REFUSED),
+    "a weighted class": (mlp(4, 3), WEIGHTED, weighted_class, REFUSED),
+    "late missing targets": (mlp(4, 3), LATE_NAN, of_known_targets, REFUSED),
 }
 
 
@@ -547,3 +596,28 @@ def test_a_count_that_is_said_is_exact_and_a_wrong_one_is_refused(kind, tmp_path
 def test_what_items_cannot_be_is_said(items, says):
     with pytest.raises((TypeError, ValueError), match=says):
         stepped(mlp(), OTHER_NAME, token_mean(-100, "y"), items)
+
+
+def breaks(model, batch):
+    value = model(batch["x"]).sum()
+    if dist.get_rank() == 1:
+        raise KeyError("no such column")
+    return value
+
+
+def refused_on_a_rank() -> list[str]:
+    """What is said where the rows of the second process alone show that the loss is no mean over
+    rows, and where its loss alone raises an error.
+    """
+    batch, recipe = hidden_words(), replace(RECIPE, sharding="fsdp")
+    if dist.get_rank() == 0:
+        batch["mask"] = torch.ones(12, 6)
+    run = prepare(mlp(4, 3), recipe)
+    given = run.model, run.optimizer, batch, recipe
+    return [refusal(step, *given, loss=loss) for loss in (of_hidden_words, breaks)]
+
+
+def test_processes_that_compute_together_ask_equally_often():
+    first, second = run_ranks(refused_on_a_rank)
+    assert "another process found it" in first[0] and "mean of their losses alone" in second[0]
+    assert "is a sum" in first[1] and "no such column" in second[1]
