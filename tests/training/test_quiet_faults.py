@@ -113,61 +113,70 @@ def test_another_criterion_is_another_loss(monkeypatch):
 # Checkpoints around layers that are called in other ways.
 
 
-class Layers(nn.Module):
-    def __init__(self, between=None):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        self.between = between
+def outputs(layers, x):
+    found = []
+    for layer in layers:
+        x = layer(x)
+        found.append(x)
+    return found
 
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            if self.between == "left out" and number == 2:
-                continue
-            x_before, x = x, layer(x)
-            if self.between == "added in place":
-                x += x_before
-        return x.square().mean()
+
+def left_out(layers, x):
+    return outputs([*layers[:2], *layers[3:]], x)[-1]
+
+
+def added_in_place(layers, x):
+    for layer in layers:
+        before, x = x, layer(x)
+        x += before
+    return x
+
+
+def ends_early(layers, x):
+    return outputs(layers, x)[1]
+
+
+def sums(layers, x):
+    return sum(outputs(layers, x))
+
+
+def joins(layers, x):
+    found = outputs(layers, x)
+    return found[-1] + found[1]
 
 
 @pytest.mark.parametrize(
-    ("between", "says"),
-    [("left out", "has run already"), ("added in place", "changed in place")],
+    ("run", "every", "keep_last", "says"),
+    [
+        (left_out, 3, False, "has run already"),
+        (left_out, 3, True, "has run already"),
+        (added_in_place, 3, False, "changed in place"),
+        (added_in_place, 3, True, "changed in place"),
+        (ends_early, 3, None, "elsewhere"),
+        (sums, 3, None, "elsewhere"),
+        (joins, 3, None, "elsewhere"),
+        (ends_early, [2, 4], None, None),
+        (sums, [2, 4], None, "^end a segment at layer.*elsewhere"),
+        (joins, [2, 4], None, None),
+    ],
 )
-def test_a_segment_whose_layers_are_not_called_in_a_row_is_refused(between, says):
-    model = Layers(between)
-    for keep_last in (False, True):
-        checkpoints = checkpoint_layers(model.layers, 3, keep_last=keep_last)
-        with checkpoints, pytest.raises(RuntimeError, match=says):
-            model(torch.randn(2, 4))
-    with checkpoint_layers(model.layers, 1):
-        model(torch.randn(2, 4)).backward()
+def test_layers_of_a_segment_run_in_a_row_and_their_outputs_have_no_other_use(
+    run, every, keep_last, says
+):
+    layers, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), torch.randn(2, 4)
 
+    def gradient():
+        return torch.autograd.grad(run(layers, x).sum(), layers[0].weight)[0]
 
-class UsesOutputs(Layers):
-    """Ends before the last layer, adds up the outputs, or joins an early one to the last."""
-
-    def forward(self, x):
-        outputs = []
-        for layer in self.layers:
-            x = layer(x)
-            outputs.append(x)
-        return {"ends": outputs[1], "sums": sum(outputs), "joins": x + outputs[1]}[self.between]
-
-
-@pytest.mark.parametrize("use", ["ends", "sums", "joins"])
-def test_an_output_inside_a_segment_has_no_other_use(use):
-    model, x = UsesOutputs(use), torch.randn(2, 4)
-    expected = torch.autograd.grad(model(x).sum(), model.layers[0].weight)[0]
-    for every in (1, [2, 4]):
-        with checkpoint_layers(model.layers, every):
-            if use == "sums" and every != 1:
-                with pytest.raises(RuntimeError, match=r"^end a segment at layer.*elsewhere"):
-                    model(x).sum().backward()
-                continue
-            (found,) = torch.autograd.grad(model(x).sum(), model.layers[0].weight)
-            assert torch.equal(found, expected)
-    with checkpoint_layers(model.layers, 3), pytest.raises(RuntimeError, match="elsewhere"):
-        model(x).sum().backward()
+    expected = gradient()
+    with checkpoint_layers(layers, 1):
+        assert torch.equal(gradient(), expected)
+    with checkpoint_layers(layers, every, keep_last=keep_last):
+        if says:
+            with pytest.raises(RuntimeError, match=says):
+                gradient()
+        else:
+            assert torch.equal(gradient(), expected)
 
 
 # Adapters.
