@@ -28,7 +28,7 @@ def model_and_batch(rows=6):
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     x = torch.randn(rows, 5, dtype=torch.float64)
     labels = torch.tensor([0, 0, 2, 1, 0, 2])[:rows]
-    return model, {"x": x, "labels": labels, "weight": torch.rand(rows).double()}
+    return model, {"x": x, "labels": labels}
 
 
 # Right ones: a function that gives the full batch's mean, and the one for pieces.

@@ -5,6 +5,7 @@ step does with gradients besides adding them up, and what masters start from.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,42 +24,26 @@ def head_faster(name, parameter):
     return {"lr": 0.5} if "head" in name else None
 
 
-SETTINGS = {
-    "groups": {"weight_decay": 0.1, "groups": head_faster},
-    "rate": {"lr": 0.25},
-    "adam's": {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
-}
-
-
-def groups_of(optimizer, model):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = []
-    for group in optimizer.param_groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
-        found.append((settings, [names[parameter] for parameter in group["params"]]))
-    return found
-
-
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
-        lambda: nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+        GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
+        nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
     ],
     ids=["GPT-2", "own"],
 )
 def test_decay_is_for_matrices_alone(model):
     """Found by their shapes: biases and the weights of norms are vectors."""
-    model = model()
     recipe = Recipe(attention=None)
-    decayed, others = groups_of(prepare(model, recipe, weight_decay=0.1).optimizer, model)
-    assert (decayed[0]["weight_decay"], others[0]["weight_decay"]) == (0.1, 0.0)
-    dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    assert decayed[1] == [name for name, dim in dims.items() if dim > 1]
-    assert others[1] == [name for name, dim in dims.items() if dim == 1]
-    each = prepare(copy.deepcopy(model), Recipe(attention=None, in_backward=True), weight_decay=0.1)
+    groups = prepare(model, recipe, weight_decay=0.1).optimizer.param_groups
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    for group, expected in zip(groups, (matrices, vectors), strict=True):
+        assert list(map(id, group["params"])) == list(map(id, expected))
+    each = prepare(copy.deepcopy(model), replace(recipe, in_backward=True), weight_decay=0.1)
     with_decay = [o for o in each.optimizer if o.param_groups[0]["weight_decay"]]
-    assert len(with_decay) == len(decayed[1])
+    assert len(with_decay) == len(matrices)
 
 
 def test_a_setting_that_is_none_is_refused():

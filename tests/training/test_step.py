@@ -101,13 +101,14 @@ def test_marks_come_before_the_parts_of_a_step_and_stop_where_it_is_told():
     recipe, said = Recipe(accumulation=2, optimizer="sgd"), []
     made = prepare(nn.Linear(1, 1), recipe, lr=0.0)
     more = {"loss": lambda m, x: said.append(len(x)) or m(x).mean(), "mark": said.append}
-    step(made.model, made.optimizer, torch.ones(4, 1), recipe, **more)
-    said.clear()  # the first step has asked the loss what it is the mean of
-    step(made.model, made.optimizer, torch.ones(4, 1), recipe, **more)
+    run = partial(step, made.model, made.optimizer, torch.ones(4, 1), recipe, **more)
+    run()  # the first step asks the loss what it is the mean of
+    said.clear()
+    run()
     piece = ["forward", 2, "backward"]
     assert said == [*piece, *piece, "step"]
     said.clear()
-    step(made.model, made.optimizer, torch.ones(4, 1), recipe, micro_batches=1, **more)
+    run(micro_batches=1)
     assert said == [*piece, "step"]
 
 
