@@ -13,10 +13,14 @@ import huggingface_hub
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from support.families import tiny_config
 from torch import Tensor, nn
 
+from gradmem_lib import plan
+from gradmem_lib.course.material.models import tiny_llama
 from gradmem_lib.model import classes, configs, inputs
+from gradmem_lib.model.wrappers import inside_peft, inside_wrapper, without_wrappers
 
 ROWS, TOKENS = 3, 16
 AS = {  # without an architecture, what transformers' own class for the task makes of the config
@@ -45,49 +49,45 @@ def test_the_first_known_architecture_is_taken():
     assert classes.model_class(config) is transformers.BertForTokenClassification
     # Of two classes for one task (this one with a teacher besides), too.
     assert classes.model_class(tiny_config("deit")) is transformers.DeiTForImageClassification
-    with pytest.raises(
-        ValueError, match=r"known for a EncodecConfig: .*Name one in config\.architectures"
+    none = transformers.LlamaConfig(architectures=["NotThere", "NorThis"])
+    for config, says in (
+        (transformers.EncodecConfig(), r"known for a EncodecConfig: .*Name one in config\.arch"),
+        (none, "is of NotThere, NorThis, which transformers does not have"),
     ):
-        classes.model_class(transformers.EncodecConfig())
-    with pytest.raises(
-        ValueError, match=r"is of NotThere, NorThis, which transformers does not have"
-    ):
-        classes.model_class(transformers.LlamaConfig(architectures=["NotThere", "NorThis"]))
+        with pytest.raises(ValueError, match=says):
+            classes.model_class(config)
 
 
-HEADS = {
-    "SequenceClassification": {"input_ids", "labels"},
-    "TokenClassification": {"input_ids", "labels"},
-    "QuestionAnswering": {"input_ids", "start_positions", "end_positions"},
-    "MaskedLM": {"input_ids", "labels"},
-}
-BATCHES = {
-    "whisper": (None, {"input_features", "labels"}),
-    "t5": (None, {"input_ids", "labels"}),
-    "gpt2": (None, {"input_ids", "labels"}),
-    "clip": (None, {"input_ids", "pixel_values", "return_loss"}),
-    "vit": (None, {"pixel_values", "labels"}),
-} | {f"bert {head}": (head, names) for head, names in HEADS.items()}
+TEXT = {"input_ids", "labels"}
+POSITIONS = {"input_ids", "start_positions", "end_positions"}
+# The family, its head, the number of labels, and the names in the batch.
+BATCHES = [
+    ("whisper", None, 4, {"input_features", "labels"}),
+    ("t5", None, 4, TEXT),
+    ("gpt2", None, 4, TEXT),
+    ("clip", None, 4, {"input_ids", "pixel_values", "return_loss"}),
+    ("vit", None, 4, {"pixel_values", "labels"}),
+    ("bert", "BertForMaskedLM", 4, TEXT),
+    ("bert", "BertForQuestionAnswering", 2, POSITIONS),
+    *(("bert", "BertForSequenceClassification", labels, TEXT) for labels in (1, 2, 4)),
+    *(("bert", "BertForTokenClassification", labels, TEXT) for labels in (1, 2, 4)),
+]
 
 
-@pytest.mark.parametrize("labels", [1, 2, 4])
-@pytest.mark.parametrize("name", BATCHES)
-def test_the_model_learns_from_its_example(name, labels):
-    family, (head, names) = name.split()[0], BATCHES[name]
-    if labels != 4 and head not in ("SequenceClassification", "TokenClassification"):
-        return
+@pytest.mark.parametrize(("family", "head", "labels", "names"), BATCHES)
+def test_the_model_learns_from_its_example(family, head, labels, names):
     config = tiny_config(family)
-    config.num_labels = 2 if head == "QuestionAnswering" else labels
-    config.architectures = None if head is None else [f"BertFor{head}"]
+    config.num_labels, config.architectures = labels, head and [head]
     model = classes.model_class(config)(config)
     batch = inputs.example_batch(model, ROWS, TOKENS)
     assert set(batch) == names
     assert all(len(value) == ROWS for value in batch.values() if isinstance(value, Tensor))
     assert "input_ids" not in batch or batch["input_ids"].shape == (ROWS, TOKENS)
-    if head in ("SequenceClassification", "TokenClassification"):
-        kept = (ROWS, TOKENS) if head == "TokenClassification" else (ROWS,)
-        numbers = labels == 1 and head == "SequenceClassification"
-        assert batch["labels"].shape == kept and batch["labels"].is_floating_point() is numbers
+    if head == "BertForTokenClassification":
+        assert batch["labels"].shape == (ROWS, TOKENS)
+    if head == "BertForSequenceClassification":
+        assert batch["labels"].shape == (ROWS,)
+        assert batch["labels"].is_floating_point() is (labels == 1)
     loss = model(**batch).loss
     assert loss.isfinite()
     loss.backward()
@@ -121,17 +121,14 @@ def test_pictures_of_the_size_that_a_model_takes(name):
     vision = getattr(config, "vision_config", config)
     found = inputs.picture_shape(config)
     assert found == (shape or (vision.num_channels, vision.image_size, vision.image_size))
-    assert inputs.picture_shape(SimpleNamespace(image_size=8)) == (
-        3,
-        8,
-        8,
-    )  # in colours, where nothing is said
     if shape is not None:
-        model = configs.skeleton(config)
-        assert model(pixel_values=torch.empty(2, *found, device="meta")).logits.shape == (
-            2,
-            config.num_labels,
-        )
+        pixels = torch.empty(2, *found, device="meta")
+        logits = configs.skeleton(config)(pixel_values=pixels).logits
+        assert logits.shape == (2, config.num_labels)
+
+
+def test_pictures_are_in_colours_where_nothing_is_said():
+    assert inputs.picture_shape(SimpleNamespace(image_size=8)) == (3, 8, 8)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "bert", "roberta", "opt"])
@@ -148,18 +145,23 @@ def test_as_many_positions_as_the_model_takes(family):
         model(input_ids=ids)
 
 
+PAIR = [transformers.BertConfig(max_position_embeddings=n) for n in (48, 32)]
+SAID = [({"max_position_embeddings": n}, n) for n in (1, 77)]
+SAID += [({"max_position_embeddings": wrong}, None) for wrong in (None, -1, 0, "many")]
+
+
 @pytest.mark.parametrize(
-    ("said", "most"), [(None, None), (-1, None), (0, None), (1, 1), (77, 77), ("many", None)]
+    ("config", "most"),
+    [
+        *((SimpleNamespace(**fields), most) for fields, most in [*SAID, ({}, None)]),
+        # the decoder's
+        (transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*PAIR), 32),
+    ],
 )
-def test_positions_as_a_config_says(said, most):
+def test_positions_as_a_config_says(config, most):
     model = nn.Linear(2, 2)
-    model.config = SimpleNamespace(max_position_embeddings=said)
+    model.config = config
     assert inputs.most_positions(model) == most
-    model.config = SimpleNamespace()
-    assert inputs.most_positions(model) is None
-    pair = (transformers.BertConfig(max_position_embeddings=n) for n in (48, 32))
-    model.config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*pair)
-    assert inputs.most_positions(model) == 32  # the decoder's
 
 
 def test_a_config_from_where_it_was_given(tmp_path):
@@ -173,10 +175,8 @@ def test_a_config_from_where_it_was_given(tmp_path):
     config.save_pretrained(folder)
     for given in (folder, str(folder)):
         found = configs.find_config(given)
-        assert (
-            type(found) is type(config)
-            and found.to_diff_dict() == found.from_pretrained(given).to_diff_dict()
-        )
+        assert type(found) is type(config)
+        assert found.to_diff_dict() == found.from_pretrained(given).to_diff_dict()
         assert configs.title_of(given, config) == "my-bert"
     Path(folder, "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"no model is known as .*my-bert"):
@@ -208,8 +208,11 @@ def test_the_hub_is_asked_last_and_only_where_it_answers(answers, monkeypatch, t
 PROXIES = [name for name in os.environ if name.lower().endswith("_proxy")]
 
 
-@pytest.mark.parametrize("url", ["https://hub.example", "http://127.0.0.1:8", "http://127.0.0.1"])
-def test_whether_there_is_a_way_to_the_hub(url, monkeypatch):
+@pytest.mark.parametrize(
+    ("url", "address"),
+    [("https://hub.example", ("hub.example", 443)), ("http://127.0.0.1:8", ("127.0.0.1", 8))],
+)
+def test_whether_there_is_a_way_to_the_hub(url, address, monkeypatch):
     for name in PROXIES:
         monkeypatch.delenv(name)
     constants, asked = huggingface_hub.constants, []
@@ -225,12 +228,29 @@ def test_whether_there_is_a_way_to_the_hub(url, monkeypatch):
     monkeypatch.setattr(socket, "create_connection", connect)
     for closed in (True, False):
         assert configs._hub_answers() is (not closed)
-    host = "hub.example" if "hub" in url else "127.0.0.1"
-    port = 8 if ":8" in url else 443
-    assert asked == [(host, port)] * 2
+    assert asked == [address] * 2
     monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
     assert configs._hub_answers() is True and len(asked) == 2  # the way may lead through a proxy
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert configs._hub_answers() is False
     monkeypatch.delenv("https_proxy")
     assert configs._hub_answers() is False and len(asked) == 2
+
+
+# What is around a model: processes, and PEFT.
+
+
+def test_each_wrapper_is_taken_off_and_no_part_that_is_only_called_so():
+    model = tiny_llama()
+    adapted = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"]))
+    wrapped = nn.DataParallel(adapted)
+    assert inside_wrapper(wrapped) is adapted and inside_peft(adapted) is model
+    assert without_wrappers(wrapped) is model and inside_peft(wrapped) is wrapped
+    own = nn.Module()
+    own.module = model
+    assert without_wrappers(own) is own
+
+
+def test_a_plan_of_a_wrapped_model_says_that_it_has_no_config():
+    with pytest.raises(ValueError, match="DataParallel has no config, so its inputs are not known"):
+        plan(nn.DataParallel(tiny_llama()), card="1 GiB", seq_len=8, global_batch=1)

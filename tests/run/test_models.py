@@ -44,18 +44,40 @@ def train(model, optimizer, x, target=0):
     optimizer.zero_grad()
 
 
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def follow(student, teacher, optimizer, no_grad=True):
+    """Steps towards what a teacher says."""
+    for _ in range(3):
+        x = torch.randn(4, 16)
+        with torch.set_grad_enabled(not no_grad):
+            target = teacher(x)
+        train(student, optimizer, x, target.detach())
+
+
+def ended(tracker):
+    """The bytes of parameters at the peak, the names of their holders, and the causes."""
+    tracker.end()
+    names = {h.module for h in tracker.holders() if h.category == "parameters"}
+    causes = {cause.name: cause for cause in diagnose(tracker).causes}
+    return tracker.peak.by_category["parameters"], names, causes
+
+
+SECOND, COPIES = "A second model is in memory", "The weights are there more than once"
+
+
 def test_a_model_is_known_by_its_class_when_it_is_gone(tracker):
     model = Net()
     expected, parts = nbytes(model), len(list(model.parameters()))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = sgd(model)
     for _ in range(2):
         train(model, optimizer, torch.randn(4, 16))
     del model, optimizer
     gc.collect()
-    tracker.end()
-    assert tracker.peak.by_category["parameters"] == expected
-    assert tracker.peak.by_category["gradients"] == expected
-    names = {h.module for h in tracker.holders() if h.category == "parameters"}
+    found, names, _ = ended(tracker)
+    assert found == tracker.peak.by_category["gradients"] == expected
     assert names == {"Net.up.weight", "Net.up.bias", "Net.down.weight", "Net.down.bias"}
     assert len(tracker.facts.structure.shapes) == parts
 
@@ -66,12 +88,10 @@ def test_two_models_with_two_optimizers_are_both_in_training(tracker):
     for _ in range(3):
         for model, optimizer in zip((one, two), optimizers, strict=True):
             train(model, optimizer, torch.randn(4, 16))
-    tracker.end()
-    assert tracker.peak.by_category["parameters"] == nbytes(one) + nbytes(two)
-    names = {h.module for h in tracker.holders() if h.category == "parameters"}
+    found, names, causes = ended(tracker)
+    assert found == nbytes(one) + nbytes(two)
     assert {"Net.up.weight", "Net 2.up.weight"} <= names
-    assert not tracker.facts.untrained
-    assert "A second model is in memory" not in [c.name for c in diagnose(tracker).causes]
+    assert not tracker.facts.untrained and SECOND not in causes
 
 
 @pytest.mark.parametrize(
@@ -82,105 +102,72 @@ def test_a_teacher_is_a_second_model(tracker, no_grad, late):
     optimizer = torch.optim.Adam(student.parameters())
     if late:  # the student is in training before the teacher is called
         train(student, optimizer, torch.randn(4, 16))
-    for _ in range(3):
-        x = torch.randn(4, 16)
-        with torch.set_grad_enabled(not no_grad):
-            target = teacher(x)
-        train(student, optimizer, x, target.detach())
-    tracker.end()
-    [second] = [c for c in diagnose(tracker).causes if c.name == "A second model is in memory"]
-    assert second.nbytes == nbytes(teacher)
-    assert {line.function for line in second.lines} == {"Net.__init__"}
-    assert tracker.peak.by_category["parameters"] == nbytes(student)
+    follow(student, teacher, optimizer, no_grad)
+    found, _, causes = ended(tracker)
+    assert found == nbytes(student) and causes[SECOND].nbytes == nbytes(teacher)
+    assert {line.function for line in causes[SECOND].lines} == {"Net.__init__"}
 
 
 @pytest.mark.parametrize("widths", [(512, 32), (32, 512)])
 def test_of_several_trainings_the_one_at_the_peak_is_told(tracker, widths):
     def training(width):
         student, teacher = Net(8), Net(width)
-        optimizer = torch.optim.Adam(student.parameters())
-        for _ in range(3):
-            x = torch.randn(4, 16)
-            with torch.no_grad():
-                target = teacher(x)
-            train(student, optimizer, x, target)
+        follow(student, teacher, torch.optim.Adam(student.parameters()))
         return nbytes(teacher)
 
     largest = max([training(width) for width in widths])
-    tracker.end()
-    [second] = [c for c in diagnose(tracker).causes if c.name == "A second model is in memory"]
-    assert second.nbytes == largest
+    _, _, causes = ended(tracker)
+    assert causes[SECOND].nbytes == largest
     shapes = tracker.facts.structure.shapes
     assert len(shapes) == 4 and len({name.split(".")[0] for name in shapes}) == 1
     assert len(tracker.meter.models.found) == 2
 
 
 def test_weights_that_a_trained_and_an_untrained_model_share_are_there_once(tracker):
-    base = nn.Linear(100, 100).requires_grad_(False)
-    policy = nn.Sequential(base, nn.Linear(100, 16))
+    base = nn.Linear(16, 100).requires_grad_(False)
+    policy = nn.Sequential(base, nn.Linear(100, 100))
     reference = nn.Sequential(base, nn.Softmax(-1))
-    optimizer = torch.optim.SGD(policy[1].parameters(), lr=0.1)
-    for _ in range(3):
-        x = torch.randn(4, 100)
-        with torch.no_grad():
-            reference(x)
-        train(policy, optimizer, x)
-    tracker.end()
-    assert tracker.peak.by_category["parameters"] == nbytes(policy)
-    names = {cause.name for cause in diagnose(tracker).causes}
-    assert not names & {"The weights are there more than once", "A second model is in memory"}
+    follow(policy, reference, sgd(policy[1]))
+    found, _, causes = ended(tracker)
+    assert found == nbytes(policy) and not {COPIES, SECOND} & causes.keys()
 
 
 def test_a_model_is_in_training_once_its_parameters_are_added_to_the_optimizer(tracker):
     head, encoder = Net(8), Net(64)
-    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    optimizer = sgd(head)
     with torch.no_grad():
         x = encoder(torch.randn(4, 16))
     train(head, optimizer, x)
     optimizer.add_param_group({"params": encoder.parameters()})
     for _ in range(2):
         train(head, optimizer, encoder(torch.randn(4, 16)))
-    tracker.end()
-    assert tracker.peak.by_category["parameters"] == nbytes(head) + nbytes(encoder)
+    assert ended(tracker)[0] == nbytes(head) + nbytes(encoder)
     assert not tracker.facts.untrained
 
 
 def test_a_reference_with_the_same_shapes_is_a_second_copy(tracker):
     model = Net(256)
-    reference = copy.deepcopy(model).requires_grad_(False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        x = torch.randn(2, 16)
-        train(model, optimizer, x, reference(x))
-    tracker.end()
-    causes = {c.name: c for c in diagnose(tracker).causes}
-    found = causes["The weights are there more than once"]
-    assert found.nbytes == nbytes(model)
-    assert "not the tracked one" in found.evidence
+    follow(model, copy.deepcopy(model).requires_grad_(False), sgd(model))
+    cause = ended(tracker)[2][COPIES]
+    assert cause.nbytes == nbytes(model) and "not the tracked one" in cause.evidence
 
 
 def test_slices_of_a_network_are_its_layers(tracker):
     net = nn.Sequential(nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 64), nn.Linear(64, 4))
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer = sgd(net)
     for _ in range(3):
-        net[2:](net[:2](torch.randn(4, 16))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    tracker.end()
-    assert tracker.peak.by_category["parameters"] == nbytes(net)
-    assert not tracker.facts.untrained
-    copies = "The weights are there more than once"
-    assert copies not in [cause.name for cause in diagnose(tracker).causes]
+        train(net[2:], optimizer, net[:2](torch.randn(4, 16)))
+    found, _, causes = ended(tracker)
+    assert found == nbytes(net) and COPIES not in causes and not tracker.facts.untrained
 
 
 def test_a_wrapper_takes_the_place_of_what_it_wraps():
     models, inner = FoundModels(Recording(torch.device("cpu"))), Net()
-    optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
     assert models.add(inner, with_grad=True) and not models.add(inner, with_grad=True)
     assert not models.add(inner.up, with_grad=True)  # a part of it
     assert not models.add(nn.MSELoss(), with_grad=True)  # nothing to train
     wrapper = nn.Sequential(inner)
-    assert models.add(wrapper, with_grad=True) and models.note_step(optimizer)
+    assert models.add(wrapper, with_grad=True) and models.note_step(sgd(inner))
     assert next(name for name, _ in models.named_modules()) == "Sequential"
     assert models.name_of(inner.up) == "Sequential.0.up"
     assert len(models.found) == 1
@@ -269,9 +256,7 @@ def highest_of_each_moment(timeline):
     return highest
 
 
-def test_the_highest_of_each_moment_is_exact_in_a_long_run(
-    monkeypatch,
-):
+def test_the_highest_of_each_moment_is_exact_in_a_long_run(monkeypatch):
     measured = []
     for samples in (4, 10**6):
         monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", samples)

@@ -37,10 +37,7 @@ print(sys.argv[1:], __name__, os.path.basename(__file__), __spec__ and __spec__.
 ENDS = {
     "end": ("", 0),
     "status": ("sys.exit(3)", 3),
-    "chain": (
-        "try:\n    model(1)\nexcept TypeError as e:\n    raise ValueError('own') from e",
-        1,
-    ),
+    "chain": ("try:\n    model(1)\nexcept TypeError as e:\n    raise ValueError('own') from e", 1),
     "syntax": ("def broken(:", 1),
 }
 EARLY = """
@@ -114,9 +111,8 @@ RUN = ["-m", "gradmem_lib", "run"]
 SCRIPTS = {
     "mingpt_trainer.py": ["2"],
     "hf_trainer.py": [],
-    "accelerate_nlp.py": ["--cpu"],
+    "accelerate_peft.py": ["--cpu"],
     "word_language_model.py": ["--interrupt"],
-    "peft_lora.py": [],
 }
 
 
@@ -150,26 +146,26 @@ def ran(tmp_path_factory):
         pytest.skip("runs are forks")
     folder = tmp_path_factory.mktemp("runs")
     runs = {}
+
+    def both(name, words, *options):
+        runs[f"alone/{name}"] = words
+        runs[f"measured/{name}"] = [*RUN, *options, *words]
+
     for name, (last, _) in ENDS.items():
         script = folder / f"{name}.py"
         script.write_text(f"{TRAINS}\n{last}\n")
-        runs[f"alone/{name}"] = [str(script), "--lr", "1"]
-        runs[f"measured/{name}"] = [*RUN, str(script), "--lr", "1"]
+        both(name, [str(script), "--lr", "1"])
     for name, arguments in SCRIPTS.items():
-        words = [str(HERE / "scripts" / name), *arguments]
-        runs[f"alone/{name}"] = words
-        runs[f"measured/{name}"] = [*RUN, "--out", "report.html", *words]
+        both(name, [str(HERE / "scripts" / name), *arguments], "--out", "report.html")
     package = folder / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "inner.py").write_text(f"from . import __name__ as outer\n{TRAINS}")
-    inner = ["-m", "package.inner", "--lr", "1"]
-    runs["alone/-m package.inner"] = inner
-    runs["measured/-m package.inner"] = [*RUN, *inner]
-    end = str(folder / "end.py")
+    both("-m package.inner", ["-m", "package.inner", "--lr", "1"])
+    end = runs["alone/end"]
     two = ["--steps", "2", "--out", "two.html", "--snapshot", "two.pickle"]
-    runs["steps"] = [*RUN, *two, end, "--lr", "1"]
-    runs["budget"] = [*RUN, "--budget", "150 KiB", end, "--lr", "1"]
+    runs["steps"] = [*RUN, *two, *end]
+    runs["budget"] = [*RUN, "--budget", "150 KiB", *end]
     for name, (code, options) in OTHERS.items():
         (folder / f"{name}.py").write_text(code)
         runs[name] = [*RUN, *options, str(folder / f"{name}.py")]

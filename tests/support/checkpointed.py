@@ -32,17 +32,13 @@ def block():
 class Looped(nn.Module):
     """A ModuleList called in a loop, each layer with a mask by keyword; layers return a tuple."""
 
-    class Layer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = block()
-
+    class Layer(nn.Sequential):
         def forward(self, x, *, mask):
-            return (x + self.body(x) * mask, None)
+            return (x + super().forward(x) * mask, None)
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList(self.Layer() for _ in range(N))
+        self.layers = nn.ModuleList(self.Layer(*block()) for _ in range(N))
 
     def forward(self, x):
         mask = torch.linspace(0, 1, 8)
@@ -79,17 +75,25 @@ def layers_of(family, model):
     return model.layers if family == "modulelist" else model
 
 
-def step(family, model, batch):
+def step(family, model, batch, *, autocast=False, use_cache=False):
     """Loss and gradients of one training step with a fixed random state."""
     torch.manual_seed(7)
-    if family in PLAIN:
-        loss = model(batch).square().sum()
-    else:
-        loss = model(**batch, **({} if family in ("vit", "bert") else {"use_cache": False})).loss
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        if family in PLAIN:
+            loss = model(batch).square().sum()
+        elif family in ("vit", "bert"):
+            loss = model(**batch).loss
+        else:
+            loss = model(**batch, use_cache=use_cache).loss
     loss.backward()
+    return loss.detach(), taken(model)
+
+
+def taken(model):
+    """The gradients, taken off the model."""
     found = {name: p.grad for name, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
-    return loss.detach(), found
+    return found
 
 
 def same(one, other):

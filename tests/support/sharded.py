@@ -1,5 +1,5 @@
-"""Run in every rank by the tests of sharding: one optimizer step of several ranks, and of one
-process on all their rows.
+"""Run in every rank by the tests of sharding: optimizer steps of several ranks, and of one process
+on all their rows; and checkpoints that another number of ranks loads.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from functools import cache
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as checkpoint
 import torch.nn.functional as F
 from support.families import tiny_config, with_dropout
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from gradmem_lib.model.classes import model_class, predicts_next_token
@@ -55,27 +57,18 @@ def exact_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     return total / (labels != -100).sum().clamp(min=1)
 
 
-def trained(
-    family: str,
-    recipe: Recipe,
-    rows,
-    clip: float,
-    peft: bool,
-):
+def trained(family: str, recipe: Recipe, rows, clip: float, peft: bool):
     """Gradients of each step, the weights after the last, and the losses."""
     model = model_of(family, torch.float64)
-    batch = {
-        name: t[rows].contiguous()
-        for name, t in batch_of(model, ROWS * dist.get_world_size()).items()
-    }
+    whole_batch = batch_of(model, ROWS * dist.get_world_size())
+    batch = {name: t[rows].contiguous() for name, t in whole_batch.items()}
     torch.manual_seed(2)
     if peft:
         from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"])).double()
-    if (
-        family == "albert" and recipe.fully_sharded
-    ):  # one layer that is called again and again: found by nobody
+    if family == "albert" and recipe.fully_sharded:
+        # one layer that is called again and again: found by nobody
         for layer in model.albert.encoder.albert_layer_groups:
             fully_shard(layer)
         fully_shard(model)
@@ -106,13 +99,9 @@ def distance(family: str, recipe: Recipe, **options) -> float:
     here = trained(family, recipe, slice(rank, None, ranks), **options)
     if rank:
         return 0.0
-    memory_alone = {
-        "checkpointing": None,
-        "every_n_layers": None,
-        "offload": None,
-        "accumulation": 1,
-    }
-    there = one_process(family, replace(recipe, sharding=None, **memory_alone), **options)
+    memory_alone = {"checkpointing": None, "every_n_layers": None, "offload": None}
+    alone = replace(recipe, sharding=None, accumulation=1, **memory_alone)
+    there = one_process(family, alone, **options)
     assert there["gradients"] or recipe.in_backward
     return max(far(here[kind], there[kind]) for kind in here if there[kind])
 
@@ -149,3 +138,37 @@ def distances(cases: dict[str, tuple]) -> dict[str, float | str]:
         except Exception as error:  # every rank says the same
             found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def resumed(folder: str, fields: dict, steps: int, load: bool, save: bool):
+    """``steps`` on the same 8 rows, from and to a distributed checkpoint: the weights, as one
+    process has them.
+    """
+    ranks, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    model = model_of("llama", torch.float64)
+    if load:
+        torch.nn.init.zeros_(next(model.parameters()))  # what is not loaded is seen
+    batch = {name: rows[rank::ranks] for name, rows in batch_of(model, 8).items()}
+    torch.manual_seed(rank)
+    recipe = Recipe(precision=None, **fields)
+    model, optimizer, _ = prepare(model, recipe, lr=1e-2)
+
+    def state():
+        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+
+    if load:
+        found = state()
+        checkpoint.load(found, checkpoint_id=folder)
+        given = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(model, optimizer, **given)
+    for _ in range(steps):
+        step(model, optimizer, batch, recipe, loss=exact_loss)
+    if save:
+        checkpoint.save(state(), checkpoint_id=folder)
+    return [whole(p.detach()) for p in model.parameters()]
+
+
+def saved(folder: str, fields: dict):
+    """A checkpoint after one step; and the weights after two steps of a training that goes on."""
+    resumed(folder, fields, 1, load=False, save=True)
+    return resumed(folder, fields, 2, load=False, save=False)

@@ -5,12 +5,9 @@ from __future__ import annotations
 import signal
 
 import torch
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    TrainerCallback,
-    TrainingArguments,
-)
+from support.families import tiny_config, with_dropout
+from support.gradients import gradient
+from transformers import BertForSequenceClassification, TrainerCallback, TrainingArguments
 
 from gradmem_lib import MemoryTracker
 from gradmem_lib.course.material import models, texts
@@ -58,19 +55,9 @@ def plain_arguments(folder, **given):
     return TrainingArguments(str(folder), save_strategy="no", **settings | given)
 
 
-def classifier(num_labels: int = 3):
+def classifier():
     torch.manual_seed(0)
-    config = BertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=64,
-        num_labels=num_labels,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForSequenceClassification(config)
+    return BertForSequenceClassification(with_dropout(tiny_config("bert"), 0.0))
 
 
 class At(TrainerCallback):
@@ -82,6 +69,21 @@ class At(TrainerCallback):
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         if state.global_step + 1 == self.number:
             self.what()
+
+
+class LastGradient(TrainerCallback):
+    """The gradient that each step is taken with: the last one, and all of them."""
+
+    def __init__(self):
+        self.all = []
+
+    @property
+    def found(self):
+        return self.all[-1]
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        there = any(parameter.grad is not None for parameter in model.parameters())
+        self.all.append(gradient(model) if there else None)
 
 
 def assert_clean(trainer):

@@ -1,8 +1,6 @@
 """accumulate_gradients against the full batch, however it is cut; its bytes; its errors."""
 
-import os
 import textwrap
-import warnings
 from dataclasses import make_dataclass
 from functools import partial
 
@@ -13,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.gradients import error, own_loss, ragged
 from support.gradients import taken_gradient as gradient
+from support.nightly import ALL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import BatchEncoding
@@ -29,7 +28,7 @@ from gradmem_lib.techniques import accumulation
 from gradmem_lib.techniques.accumulation import split
 
 VOCAB, LONGEST = 31, 12
-EXAMPLES = 1000 if os.environ.get("GRADMEM_ALL") else 60
+EXAMPLES = 1000 if ALL else 60
 
 
 def tiny(dtype=torch.float32, **sizes):
@@ -218,66 +217,51 @@ def test_the_peak_does_not_depend_on_the_number_of_micro_batches(known):
 W = nn.Parameter(torch.ones(3))
 
 
-@pytest.mark.parametrize(
-    "returned, kind, says",
-    [
-        (lambda: W.sum(), TypeError, "must return two things, .* and returned Tensor"),
-        (lambda: (W.sum(), 1, 2), TypeError, "must return two things"),
-        (lambda: (W * 2, 3), TypeError, r'a tensor of shape \(3,\): use reduction="sum"'),
-        (lambda: (3.0, 3), TypeError, "and was float"),
-        (lambda: (W.mean().detach(), 3), ValueError, "has no gradient"),
-        (lambda: (W.sum(), -1), ValueError, "cannot be negative"),
-        (lambda: (W.sum(), float("nan")), TypeError, "must be a number of items.*was nan"),
-        (lambda: (W.sum(), torch.ones(3)), TypeError, "must be a number of items"),
-        (lambda: [(W.sum(), 1), (W.sum(), 2)], ValueError, "must be known before the first"),
-        (lambda: (W.sum(), 0), ValueError, "give total_items= or count_items="),
-        (lambda: (W.sum() * 0, 0), ValueError, "nothing to learn from"),
-        (lambda: (W.bfloat16().sum(), 3), ValueError, r"logits.float\(\)"),
-    ],
-)
-def test_a_bad_return_is_said_clearly(returned, kind, says):
-    with pytest.raises(kind, match=says):
-        accumulate_gradients([0, 1], lambda _: returned())
-    assert W.grad is None
+def counted(n):
+    return W.sum() * n, n
 
 
 @pytest.mark.parametrize(
-    "micro_batches, options, kind, says",
+    ("loss_and_count", "options", "says"),
     [
-        ([1, 2], {"total_items": 3, "means": 2}, ValueError, "2 pairs .* where 1 were expected"),
-        (
-            [1, 2],
-            {"count_items": lambda n: (n,) * n},
-            ValueError,
-            "1 counts for one micro-batch and 2 for another: return",
-        ),
-        ([], {}, ValueError, "nothing to learn from"),
-        ([1], {"total_items": 0}, ValueError, "nothing to learn from"),
-        ([1, 2], {"total_items": 4}, ValueError, "was 4 items, and loss_and_count counted 3"),
-        ([1, 2], {"total_items": -3}, ValueError, "cannot be negative"),
-        ([1], {"total_items": 1, "count_items": int}, ValueError, "give one of them"),
-        ([1], {"reduction": "none"}, ValueError, "reduction='none'"),
-        (iter([1, 2]), {"count_items": int}, TypeError, "others the second time.*give a list"),
+        (lambda n: W.sum(), {}, "must return two things, .* and returned Tensor"),
+        (lambda n: (W.sum(), 1, 2), {}, "must return two things"),
+        (lambda n: (W * 2, 3), {}, r'a tensor of shape \(3,\): use reduction="sum"'),
+        (lambda n: (3.0, 3), {}, "and was float"),
+        (lambda n: (W.mean().detach(), 3), {}, "has no gradient"),
+        (lambda n: (W.sum(), -1), {}, "cannot be negative"),
+        (lambda n: (W.sum(), float("nan")), {}, "must be a number of items.*was nan"),
+        (lambda n: (W.sum(), torch.ones(3)), {}, "must be a number of items"),
+        (lambda n: [(W.sum(), 1), (W.sum(), 2)], {}, "must be known before the first"),
+        (lambda n: (W.sum(), 0), {}, "give total_items= or count_items="),
+        (lambda n: (W.sum() * 0, 0), {}, "nothing to learn from"),
+        (lambda n: (W.bfloat16().sum(), 3), {}, r"logits.float\(\)"),
+        (lambda n: [counted(n)] * 2, {"total_items": 3}, "2 pairs .* where 1 were expected"),
+        (counted, {"count_items": lambda n: (n,) * n}, "1 counts for one .* 2 for another: return"),
+        (counted, {"micro_batches": []}, "nothing to learn from"),
+        (counted, {"total_items": 0}, "nothing to learn from"),
+        (counted, {"total_items": 4}, "was 4 items, and loss_and_count counted 3"),
+        (counted, {"total_items": -3}, "cannot be negative"),
+        (counted, {"total_items": 1, "count_items": int}, "give one of them"),
+        (counted, {"reduction": "none"}, "reduction='none'"),
+        (counted, {"micro_batches": iter([1, 2]), "count_items": int}, "second time.*give a list"),
     ],
 )
-def test_totals_that_do_not_come_out_are_said(micro_batches, options, kind, says):
-    means = options.get("means")
-    options = {name: value for name, value in options.items() if name != "means"}
-
-    def loss_and_count(n):
-        return [(W.sum() * n, n)] * means if means else (W.sum() * n, n)
-
-    with pytest.raises(kind, match=says):
-        accumulate_gradients(micro_batches, loss_and_count, **options)
+def test_what_cannot_be_right_is_said(loss_and_count, options, says):
     W.grad = None
+    with pytest.raises((TypeError, ValueError), match=says):
+        accumulate_gradients(
+            **{"micro_batches": [1, 2], "loss_and_count": loss_and_count} | options
+        )
+    assert W.grad is None or loss_and_count is counted
 
 
 @pytest.mark.parametrize("kind", [float, np.uint8, torch.tensor])
 def test_counts_are_whole_numbers_of_any_kind(kind):
+    W.grad = None
     found = accumulate_gradients([2, 3], lambda n: (W.sum() * n, kind(n)), total_items=kind(5))
     assert found.items == 5 and type(found.items) is int
     assert torch.equal(W.grad, torch.ones(3))
-    W.grad = None
 
 
 def test_an_interrupt_passes_through_and_leaves_no_hook():
@@ -295,36 +279,23 @@ def test_splitting():
     parts = list(split(batch, 2))
     assert [len(part["input_ids"]) for part in parts] == [2, 2, 1]
     assert parts[0]["input_ids"].data_ptr() == batch["input_ids"].data_ptr()  # a view
-    flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0)}, 3))
+    flagged = list(split(batch | {"flag": True, "scale": torch.tensor(2.0), "size": [8, 8]}, 3))
     assert [part["flag"] for part in flagged] == [True, True] and flagged[1]["scale"].item() == 2
+    assert flagged[1]["size"] == [8, 8]  # no list of rows
     encoding = BatchEncoding({"input_ids": torch.arange(3), "more": {"x": torch.arange(3)}})
     assert [part["more"]["x"].tolist() for part in split(encoding, 2)] == [[0, 1], [2]]
+    pairs = (["a", "b", "c"], torch.arange(3))
+    assert len(list(split(pairs, 3))) == 1  # in one piece, a list need not be cut
     as_dataclass = make_dataclass("Batch", ["input_ids"])(torch.arange(4))
     for wrong, size, says in (
         (batch, 0, "micro-batches of 0"),
-        (batch | {"labels": torch.zeros(3)}, 2, r"\[3, 5\] rows"),
         (batch | {"more": {"x": torch.zeros(2)}}, 2, r"\[2, 5\] rows"),
         (as_dataclass, 2, r"no tensor with rows is found \(found: Batch\)"),
+        (pairs, 2, "only tensors are cut"),
+        (batch | {"weights": [1.0] * 5}, 2, "only tensors are cut"),
     ):
         with pytest.raises(ValueError, match=says):
-            split(wrong, size)
-
-
-def test_batch_norm_in_a_second_micro_batch_is_said():
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-
-    def loss_and_count(x):
-        return model(x).square().sum(), len(x)
-
-    with pytest.warns(
-        UserWarning, match=r"1 is a BatchNorm1d, which normalizes each micro-batch by its own"
-    ):
-        accumulate_gradients(torch.randn(2, 5, 3), loss_and_count, total_items=10, model=model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accumulate_gradients(torch.randn(1, 5, 3), loss_and_count, total_items=5, model=model)
-        model[1].eval()
-        accumulate_gradients(torch.randn(2, 5, 3), loss_and_count, total_items=10, model=model)
+            next(split(wrong, size))
 
 
 @pytest.mark.parametrize("cache, mask", [(True, None), (False, []), (False, [20])])

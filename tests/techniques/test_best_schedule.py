@@ -141,39 +141,40 @@ def test_encoder_and_decoder_get_a_schedule_each_and_the_same_gradients():
         model(input_ids=ids, labels=ids)
 
 
-class OwnGradient(nn.Module):
+class OwnGradient(nn.Linear):
     """Moves against the gradient of an energy."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
     def forward(self, x):
-        energy = self.linear(x).tanh().square().sum()
+        energy = super().forward(x).tanh().square().sum()
         return x - torch.autograd.grad(energy, x, create_graph=True)[0]
 
 
-class TwoStreams(OwnGradient):
+class TwoStreams(nn.Linear):
     def forward(self, streams):
         x, y = streams
-        return self.linear(x).tanh() + y, self.linear(y).tanh()
+        return super().forward(x).tanh() + y, super().forward(y).tanh()
 
 
 @pytest.mark.parametrize("kind", [OwnGradient, TwoStreams])
 def test_layers_that_ask_for_gradients_and_such_that_hand_on_tuples_are_measured(kind):
-    layers = nn.ModuleList(kind() for _ in range(3))
-    grads = []
-    for _ in range(2):
+    layers, grads = nn.ModuleList(kind(4, 4) for _ in range(3)), []
+    for checkpoints in (nullcontext(), checkpoint_layers(layers, "best")):
         x = torch.ones(2, 4, requires_grad=True)
         hidden = x if kind is OwnGradient else (x, 2 * x)
-        for layer in layers:
-            hidden = layer(hidden)
-        layers.zero_grad()
-        (hidden if kind is OwnGradient else hidden[0]).sum().backward()
-        grads.append([parameter.grad.tolist() for parameter in layers.parameters()])
-        if len(grads) == 1:
-            checkpoint_layers(layers, "best")
+        with checkpoints:
+            for layer in layers:
+                hidden = layer(hidden)
+        loss = (hidden if kind is OwnGradient else hidden[0]).sum()
+        grads.append([grad.tolist() for grad in torch.autograd.grad(loss, layers.parameters())])
     assert grads[0] == grads[1]
+
+
+def counted_calls(model):
+    """A list that grows with each forward of a layer's MLP."""
+    calls = []
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *given: calls.append(1))
+    return calls
 
 
 def test_compiled_models_are_right_and_compiled_layers_refused():
@@ -184,34 +185,26 @@ def test_compiled_models_are_right_and_compiled_layers_refused():
         run(input_ids=ids, labels=ids).loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
-    expected, calls = gradients(model), []
-    handles = [
-        layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
-        for layer in model.model.layers
-    ]
+    expected, calls = gradients(model), counted_calls(model)
     with checkpoint_layers(model, "best") as handle:
         compiled = torch.compile(model, backend="eager")
         gradients(compiled)
         calls.clear()
         assert torch.allclose(gradients(compiled), expected, atol=1e-6)
         assert len(calls) == 3 + extra_forwards(handle.segments, handle.keep_last)
-    for hook in handles:
-        hook.remove()
-    model.model.layers[1].compile(backend="eager")
-    with pytest.raises(RuntimeError, match="compiled"):
-        checkpoint_layers(model, 1)
     torch.compiler.reset()
-    with pytest.raises(RuntimeError, match="compiled"):
-        checkpoint_layers(nn.ModuleList([torch.jit.script(nn.Linear(2, 2))]), 1)
+    model.model.layers[1].compile(backend="eager")
+    for layers in (model, nn.ModuleList([torch.jit.script(nn.Linear(2, 2))])):
+        with pytest.raises(RuntimeError, match="compiled"):
+            checkpoint_layers(layers, 1)
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_best_is_refused_on_layers_that_fsdp_spreads_and_others_run_again(before):
     """In test_sharding.py the gradients are compared between real processes."""
     with fake_process_group(2, 0) as mesh:
-        model, ids, calls = made(), torch.randint(0, 64, (2, 8)), []
-        for layer in model.model.layers:
-            layer.mlp.register_forward_pre_hook(lambda *a: calls.append(1))
+        model, ids = made(), torch.randint(0, 64, (2, 8))
+        calls = counted_calls(model)
 
         def spread():
             for part in (*model.model.layers, model):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.checkpointed import FAMILIES, HF, N, batch_for, layers_of, made, same, step
+from support.checkpointed import FAMILIES, HF, N, batch_for, layers_of, made, same, step, taken
 from support.nightly import each
 from torch import nn
 
@@ -19,56 +19,43 @@ def test_gradients_are_the_same_to_the_bit_with_dropout_and_layers_run_again(fam
     expected = step(family, model, batch)
     keys = list(model.state_dict())
     names = [name for name, _ in model.named_modules()]
-    calls = {"inside": 0, "on": 0}
-
-    def count(where):
-        def hook(module, args):
-            calls[where] += 1
-
-        return hook
-
+    inside, on = [], []
     with checkpoint_layers(layers_of(family, model), 1) as handle:
         layers = handle.layers
     for layer in layers:
         first = next(m for m in layer.modules() if not list(m.children()))
-        first.register_forward_pre_hook(count("inside"))
-        layer.register_forward_pre_hook(count("on"))
+        first.register_forward_pre_hook(lambda *given: inside.append(1))
+        layer.register_forward_pre_hook(lambda *given: on.append(1))
     for every in SCHEDULES:
         for keep_last in (True, False):
             with checkpoint_layers(layers_of(family, model), every, keep_last=keep_last) as handle:
                 if every == "best":  # its first step measures
                     same(step(family, model, batch), expected)
-                calls.update(inside=0, on=0)
+                inside.clear(), on.clear()
                 same(step(family, model, batch), expected)
                 again = N + extra_forwards(handle.segments, handle.keep_last)
-                assert calls == {"inside": again, "on": again}, (every, keep_last)
+                assert len(inside) == len(on) == again, (every, keep_last)
                 assert sum(handle.segments) == N
                 assert list(model.state_dict()) == keys
                 assert [name for name, _ in model.named_modules()] == names
     same(step(family, model, batch), expected)
 
 
-def chain_step(every, *, ends_first):
-    """The gradients of a chain with dropout and the peak of its step. ``ends_first``: the block
-    with the checkpoints ends before backward begins.
-    """
-    chain, x = made("sequential"), batch_for("sequential")
-    torch.manual_seed(7)
-    with MemoryTracker(chain, live=False) as tracker:
-        with checkpoint_layers(chain, every):
-            loss = chain(x).square().sum()
-            if not ends_first:
-                loss.backward()
-        if ends_first:
-            loss.backward()
-    return [p.grad for p in chain.parameters()], tracker.peak.total
-
-
 @pytest.mark.parametrize("every", ["best", 2])
 def test_backward_may_come_after_the_end_of_the_block(every):
-    gradients, peak = chain_step(every, ends_first=False)
-    after, peak_after = chain_step(every, ends_first=True)
-    assert all(map(torch.equal, after, gradients)) and peak_after == peak
+    found = []
+    for ends_first in (False, True):
+        chain, x = made("sequential"), batch_for("sequential")
+        torch.manual_seed(7)
+        with MemoryTracker(chain, live=False) as tracker:
+            with checkpoint_layers(chain, every):
+                loss = chain(x).square().sum()
+                if not ends_first:
+                    loss.backward()
+            if ends_first:
+                loss.backward()
+        found.append((tracker.peak.total, [p.grad.tolist() for p in chain.parameters()]))
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("family", each(3, HF, 1))
@@ -80,9 +67,7 @@ def test_collected_hidden_states_are_right_with_their_gradients(family):
         torch.manual_seed(7)
         states = model(**inputs, **asked).hidden_states
         sum((s * i).sin().sum() for i, s in enumerate(states, 1)).backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
-        return torch.stack([s.detach() for s in states]), found
+        return torch.stack([s.detach() for s in states]), taken(model)
 
     model.config.use_cache = False
     expected = hidden(output_hidden_states=True)
@@ -119,20 +104,10 @@ def test_layers_that_return_more_than_their_hidden_state_are_refused_in_segments
 
 def test_autocast_is_the_same_when_layers_run_again():
     model, batch = made("llama"), batch_for("llama")
-
-    def bf16():
-        torch.manual_seed(7)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch, use_cache=False).loss
-        loss.backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
-        model.zero_grad(set_to_none=True)
-        return loss.detach(), found
-
-    expected = bf16()
+    expected = step("llama", model, batch, autocast=True)
     for every in (2, "best"):
         with checkpoint_layers(model, every):
-            same(bf16(), expected)
+            same(step("llama", model, batch, autocast=True), expected)
 
 
 def test_a_frozen_base_with_a_trained_adapter():

@@ -4,6 +4,7 @@ gradient.
 
 import os
 from contextlib import suppress
+from functools import partial
 
 import psutil
 import pytest
@@ -27,20 +28,19 @@ from gradmem_lib.techniques.data_parallel import (
     processes_of,
 )
 
-ROWS = list(split(ragged((2, 12, 5, 9, 7), 31), 1))
+BATCH = ragged((2, 12, 5, 9, 7), 31)
+ROWS = list(split(BATCH, 1))
 ROWS.append(ROWS[0] | {"labels": torch.full((1, 12), -100)})  # row -1 has no label
 
 
-def tiny():
-    return models.tiny_gpt2(
-        layers=2, hidden=16, heads=2, vocab=31, positions=12, dtype=torch.float64
-    )
+SIZES = {"layers": 2, "hidden": 16, "heads": 2, "vocab": 31, "positions": 12}
+tiny = partial(models.tiny_gpt2, dtype=torch.float64, **SIZES)
 
 
 def whole_batch():
     """The full batch's gradient, loss and number of labels, in one process."""
     alone = tiny()
-    loss, items = next_token_loss(alone, ragged((2, 12, 5, 9, 7), 31))
+    loss, items = next_token_loss(alone, BATCH)
     (loss / items).backward()
     return flat_gradient(alone), (loss / items).item(), items
 
@@ -78,13 +78,9 @@ def replicated():
 
     shares = ([0, 1, 2], [3, 4])[rank]  # three micro-batches here, two there
     last_empty = ([0, 1], [2, 3, 4, -1])[rank]
-    found = {
-        "corrected after": window(parallel, gradient, shares),
-        "total known": window(parallel, gradient, shares, total_items=own(shares)),
-        "an empty last one, total known": window(
-            parallel, gradient, last_empty, total_items=own(last_empty)
-        ),
-    }
+    found = {"corrected after": window(parallel, gradient, shares)}
+    for name, rows in (("total known", shares), ("and an empty last one", last_empty)):
+        found[name] = window(parallel, gradient, rows, total_items=own(rows))
     syncs = []
 
     def counted(state, bucket):
@@ -132,11 +128,8 @@ def sharded():
         "fully_shard": fsdp2(),
         "divided by 4": fsdp2(4.0, reshard_after_forward=False),
     }.items():
-        for way, options in {
-            "corrected after": {},
-            "total known": {"total_items": own(mine)},
-        }.items():
-            found[f"{name}, {way}"] = window(model, gradient, mine, **options)
+        for options in ({}, {"total_items": own(mine)}):
+            found[f"{name}, {options}"] = window(model, gradient, mine, **options)
     model, _ = fsdp2()
     found["unequally many"] = said(model, mine[: 3 - rank])
     model.zero_grad()
@@ -159,12 +152,10 @@ def test_numbers_are_summed_over_every_group():
     assert on_ranks(summed, 4) == [(4, [15, 1, 2.0**55])] * 4
 
 
-def parts_and_whole(mesh, divide=(), root=True):
+def parts_and_whole(mesh):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2), torch.nn.PReLU())
-    for part in [*model[:2], model][: 3 if root else 2]:
+    for part in (model[0], model[1], model):
         fully_shard(part, mesh=mesh)
-    for part, number in zip(model, divide, strict=False):
-        part.set_gradient_divide_factor(number)
     return model
 
 
@@ -172,9 +163,7 @@ def test_a_model_says_how_it_is_trained():
     with fake_process_group(3, 1) as mesh:
         plain = torch.nn.Linear(2, 2)
         parallel = DistributedDataParallel(plain, process_group=mesh.get_group())
-        with pytest.raises(
-            ValueError, match=r"only a part of the model, '1'.* DistributedDataParallel"
-        ):
+        with pytest.raises(ValueError, match=r"only a part of the model, '1'.* DistributedData"):
             processes_of(torch.nn.Sequential(plain, parallel))
         model = parts_and_whole(mesh)
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -184,8 +173,9 @@ def test_a_model_says_how_it_is_trained():
             check_trained_together(model, torch.optim.SGD(plain.parameters(), lr=1.0))
         frozen = torch.nn.Sequential(model[0], torch.nn.Linear(2, 2).requires_grad_(False))
         assert type(processes_of(frozen)) is Sharded
+        model[0].set_gradient_divide_factor(5.0)
         with pytest.raises(ValueError, match="by different numbers"):
-            processes_of(parts_and_whole(mesh, divide=(5.0,)))
+            processes_of(model)
 
 
 def in_two_processes():

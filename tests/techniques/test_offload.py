@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.checkpointed import FAMILIES, batch_for, made, same, step
+import torch.nn.functional as F
+from support.checkpointed import FAMILIES, batch_for, layers_of, made, same, step
 from support.families import tiny_config
 from support.nightly import each
 from support.oracle import allocator_peak
 from support.predicted import assert_same, config, example_batch, model_class, predict, tracked
+from support.trainers import small, trainer_for
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -23,12 +25,10 @@ from gradmem_lib import (
     MemoryTracker,
     Recipe,
     checkpoint_layers,
-    make_trainer,
     offload_activations,
     prepare,
 )
 from gradmem_lib import step as train_step
-from gradmem_lib.course import models
 from gradmem_lib.course.machine.compat import saved_tensor_hooks
 
 
@@ -58,7 +58,7 @@ def test_gradients_are_the_same_to_the_bit_and_nothing_is_left(family, tmp_path)
     expected = step(family, model, batch)
     for checkpoints in (
         nullcontext,
-        lambda: checkpoint_layers(model if family != "modulelist" else model.layers, 2),
+        lambda: checkpoint_layers(layers_of(family, model), 2),
     ):
         for what in ("activations", "boundaries"):
             with checkpoints(), offload_activations(tmp_path, model=model, what=what) as moved:
@@ -127,9 +127,9 @@ def test_ctrl_c_leaves_no_file_and_no_hook(tmp_path, monkeypatch):
     assert saved_tensor_hooks() is None
     # In backward.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
-    model, optimizer, _ = prepare(model, ALL)
+    model, optimizer, _ = prepare(small(), ALL)
     ids, seen = torch.randint(0, 64, (4, 8)), []
+    batch = {"input_ids": ids, "labels": ids}
 
     def stop(grad):
         seen.append(files(tmp_path))
@@ -137,11 +137,11 @@ def test_ctrl_c_leaves_no_file_and_no_hook(tmp_path, monkeypatch):
 
     handle = model.model.layers[1].mlp.down_proj.weight.register_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        train_step(model, optimizer, {"input_ids": ids, "labels": ids}, ALL)
+        train_step(model, optimizer, batch, ALL)
     assert seen[0] and not list(tmp_path.iterdir())
     handle.remove()
     model.zero_grad()
-    train_step(model, optimizer, {"input_ids": ids, "labels": ids}, ALL)
+    train_step(model, optimizer, batch, ALL)
     assert not list(tmp_path.iterdir())
 
 
@@ -165,27 +165,29 @@ def test_parameters_buffers_and_what_has_no_bytes_of_its_own_stay(tmp_path):
         assert torch.equal(found, model.scale + 1)
 
 
-@pytest.mark.parametrize("last", [True, False])
-def test_what_an_operation_fills_after_it_was_saved_is_moved_when_it_is_full(last):
-    x = torch.randn(50, 20, requires_grad=True)
+def filled_last(weight, x):
+    return F.rrelu(x @ weight, training=True).sum()
+
+
+def filled_and_used(weight, x):
+    return F.rrelu(x @ weight, training=True).exp().sum()
+
+
+def with_a_slope(weight, x):
+    """Zeros that stand for no memory stay."""
+    y, along = torch.func.jvp(lambda x: (x @ weight).tanh(), (x,), (torch.ones_like(x),))
+    return (y + along).sum()
+
+
+@pytest.mark.parametrize("loss_of", [filled_last, filled_and_used, with_a_slope])
+def test_what_is_filled_after_it_was_saved_and_what_has_no_memory_come_back(loss_of):
+    weight, x = torch.randn(8, 8, requires_grad=True), torch.randn(50, 8)
     grads = []
     for context in (nullcontext(), offload_activations()):
         torch.manual_seed(0)
         with context:
-            y = torch.nn.functional.rrelu(x, training=True)
-            loss = y.sum() if last else y.exp().sum()
-        grads.append(torch.autograd.grad(loss, x)[0])
-    assert torch.equal(*grads)
-
-
-def test_zeros_that_stand_for_no_memory_stay():
-    layer, x = nn.Linear(4, 4), torch.randn(2, 4)
-    slope = torch.ones(2, 4)
-    grads = []
-    for context in (nullcontext(), offload_activations()):
-        with context:
-            y, along = torch.func.jvp(lambda x: layer(x).tanh(), (x,), (slope,))
-        grads.append(torch.autograd.grad((y + along).sum(), layer.weight)[0])
+            loss = loss_of(weight, x)
+        grads.append(torch.autograd.grad(loss, weight)[0])
     assert torch.equal(*grads)
 
 
@@ -220,22 +222,12 @@ def test_one_storage_moves_once_and_again_when_it_has_changed(tmp_path):
 
 def test_a_trainer_moves_and_learns_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    torch.manual_seed(0)
-    rows, weights = [{"input_ids": ids, "labels": ids} for ids in torch.randint(0, 64, (8, 12))], []
+    weights = []
     for offload in (None, "boundaries"):
-        torch.manual_seed(0)
-        model = models.tiny_llama(layers=3, hidden=32, heads=2, intermediate=64, vocab=64)
         recipe = Recipe(checkpointing="per-layer", offload=offload, accumulation=2)
-        trainer = make_trainer(
-            model,
-            recipe,
-            batch_size=4,
-            train_dataset=rows,
-            max_steps=2,
-            output_dir=tmp_path / "out",
-        )
+        trainer = trainer_for(small(), recipe, tmp_path, in_order=True)
         trainer.train()
-        weights.append([p.detach().clone() for p in model.parameters()])
+        weights.append(list(trainer.model.parameters()))
     assert all(map(torch.equal, *weights))
     assert trainer.offload_hooks.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
 

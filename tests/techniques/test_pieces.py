@@ -4,6 +4,8 @@ Each is compared with accumulate_gradients against the full batch: what passes i
 """
 
 import random
+from contextlib import nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ def model_and_batch(rows=6):
     model = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)).double()
     x = torch.randn(rows, 5, dtype=torch.float64)
     labels = torch.tensor([0, 0, 2, 1, 0, 2])[:rows]
-    return model, {"x": x, "labels": labels, "weight": torch.rand(rows).double()}
+    return model, {"x": x, "labels": labels}
 
 
 # Right ones: a function that gives the full batch's mean, and the one for pieces.
@@ -157,25 +159,26 @@ def test_what_is_not_is_refused_in_a_sentence_and_nothing_changes(loss, reductio
     assert state(model) == before
 
 
-def test_a_batch_that_shows_nothing_is_refused():
-    model, batch = model_and_batch()
-    with pytest.raises(ValueError, match="give at least two rows"):
-        check_pieces_add_up(model, next(split(batch, 1)), lambda m: smoothed(model, m))
-    two = next(split(batch, 2))  # which are enough
-    check_pieces_add_up(model, two, lambda m: smoothed(model, m), reduction="mean")
-    batch["labels"][-1] = -100
+@pytest.mark.parametrize(
+    ("rows", "unlabelled", "reduction", "says"),
+    [
+        (1, [], "mean", "give at least two rows"),
+        (2, [], "mean", None),  # which are enough
+        (6, [-1], "mean", "give rows that all have labels"),
+        (6, range(6), "sum", "give rows that all have labels"),
+        (6, [], "none", "reduction='none'"),
+    ],
+)
+def test_a_batch_that_shows_nothing_is_refused(rows, unlabelled, reduction, says):
+    model, batch = model_and_batch(rows)
+    batch["labels"][list(unlabelled)] = -100
 
     def of_labels(micro):
-        loss = F.cross_entropy(model(micro["x"]), micro["labels"])
+        loss = F.cross_entropy(model(micro["x"]), micro["labels"], reduction=reduction)
         return loss, (micro["labels"] != -100).sum()
 
-    with pytest.raises(ValueError, match="give rows that all have labels"):
-        check_pieces_add_up(model, batch, of_labels, reduction="mean")
-    batch["labels"][:] = -100
-    with pytest.raises(ValueError, match="give rows that all have labels"):
-        check_pieces_add_up(model, batch, lambda m: (model(m["x"]).sum() * 0, 0))
-    with pytest.raises(ValueError, match="reduction='none'"):
-        check_pieces_add_up(model, batch, lambda m: smoothed(model, m), reduction="none")
+    with pytest.raises(ValueError, match=says) if says else nullcontext():
+        check_pieces_add_up(model, batch, of_labels, reduction=reduction)
 
 
 def test_all_processes_refuse_together():
@@ -211,16 +214,14 @@ def test_autocast_inside_of_the_loss_rounds_more():
 
 def test_a_whole_number_of_items_is_compared_exactly():
     model = nn.Linear(4, 4).bfloat16()  # whose losses may differ by 0.8 %
+    x = torch.randn(4, 4, dtype=torch.bfloat16)
 
-    def loss_and_count(x):
-        return model(x).float().square().sum(), x.shape[0] * 512
+    def loss_and_count(x, fewer=0):
+        return model(x).float().square().sum(), x.shape[0] * 512 - fewer
 
-    def shifted_once(x):
-        return model(x).float().square().sum(), x.shape[0] * 512 - 1
-
-    check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), loss_and_count)
+    check_pieces_add_up(model, x, loss_and_count)
     with pytest.raises(ValueError, match=r"2047.*1535 and 511"):
-        check_pieces_add_up(model, torch.randn(4, 4, dtype=torch.bfloat16), shifted_once)
+        check_pieces_add_up(model, x, partial(loss_and_count, fewer=1))
 
 
 def test_a_loss_that_is_not_finite_is_said_first():

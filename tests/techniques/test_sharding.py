@@ -1,6 +1,7 @@
 """Every way to train one model in several processes, against one process on the same rows."""
 
 import warnings
+from collections import OrderedDict
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
@@ -8,14 +9,14 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
-from support import sharded_trainer
 from support.nightly import ALL, each
 from support.refusals import refusal
-from support.sharded import distances, far, whole
+from support.sharded import distances, far, model_of, resumed, saved, whole
+from support.trainers import small, trainer_for
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradmem_lib import GradScaler, Recipe, make_trainer, prepare, step
+from gradmem_lib import GradScaler, Recipe, prepare, step
 from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.names import SHARDING
@@ -75,16 +76,13 @@ def in_two(folder: str) -> dict:
         "rounded": rounded_by_chance(),
         "unused": [unused(yourself) for yourself in (True, False)],
         "said": said_by_shard(),
-        "saved": [sharded_trainer.saved(f"{folder}/{len(fields)}", fields) for fields in SAVED],
-        "trained": sharded_trainer.trained(folder, 4, {"accumulation": 2, "sharding": "ddp"}),
+        "saved": [saved(f"{folder}/{len(fields)}", fields) for fields in SAVED],
     }
 
 
 def in_four(folder: str) -> tuple[dict, list]:
-    resumed = []
-    for fields in SAVED:
-        resumed.append(sharded_trainer.resumed(f"{folder}/{len(fields)}", fields, 1, True, False))
-    return distances(FOUR), resumed
+    gone_on = [resumed(f"{folder}/{len(fields)}", fields, 1, True, False) for fields in SAVED]
+    return distances(FOUR), gone_on
 
 
 @pytest.fixture(scope="module")
@@ -119,23 +117,23 @@ def test_without_a_process_group_the_sentence_says_torchrun():
         shard(nn.Sequential(nn.Linear(2, 2)), "fsdp")
 
 
-def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch):
-    model = sharded_trainer.model_of("llama", torch.float32)
-    for fields, more, says in [
-        (
-            {"sharding": "fsdp"},
-            {},
-            "into DDP without a word, and on cards accelerate's plugin, not the recipe, says",
-        ),
-        ({"sharding": "zero1"}, {}, "prepare.model, recipe. and step"),
-        ({}, {"fsdp": "full_shard"}, "turn FSDP into DDP without a word"),
-        ({"sharding": "ddp"}, {}, "torchrun --nproc-per-node=2"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            make_trainer(model, Recipe(**fields), batch_size=2, output_dir=str(tmp_path), **more)
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    with pytest.raises(ValueError, match="accelerate was told to use FSDP"):
-        make_trainer(model, Recipe(), batch_size=2, output_dir=str(tmp_path))
+@pytest.mark.parametrize(
+    ("fields", "given", "environment", "says"),
+    [
+        ({"sharding": "fsdp"}, {}, {}, "into DDP without a word, and on cards accelerate's plugin"),
+        ({"sharding": "zero1"}, {}, {}, "prepare.model, recipe. and step"),
+        ({}, {"fsdp": "full_shard"}, {}, "turn FSDP into DDP without a word"),
+        ({"sharding": "ddp"}, {}, {}, "torchrun --nproc-per-node=2"),
+        ({}, {}, {"ACCELERATE_USE_FSDP": "true"}, "accelerate was told to use FSDP"),
+    ],
+)
+def test_make_trainer_refuses_fsdp_which_it_would_not_get(
+    fields, given, environment, says, tmp_path, monkeypatch
+):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=says):
+        trainer_for(small(), Recipe(**fields), tmp_path, **given)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -145,7 +143,7 @@ def test_what_two_ranks_save_four_ranks_or_one_process_go_on_with(on_two, on_fou
     fields, never_stopped = SAVED[place], on_two[0]["saved"][place]
     assert far(on_four[1][place], never_stopped) <= CLOSE
     alone = {name: value for name, value in fields.items() if name != "sharding"}
-    here = sharded_trainer.resumed(f"{folder}/{len(fields)}", alone, 1, True, False)
+    here = resumed(f"{folder}/{len(fields)}", alone, 1, True, False)
     assert far(here, never_stopped) <= CLOSE
 
 
@@ -155,7 +153,7 @@ def overflowed():
     """
     recipe = Recipe(precision="autocast-fp16")
     model, optimizer, _ = prepare(
-        sharded_trainer.model_of("llama", torch.float32), replace(recipe, sharding="fsdp")
+        model_of("llama", torch.float32), replace(recipe, sharding="fsdp")
     )
     ids, scaler, factors = torch.arange(3, 19).view(2, 8), GradScaler(init_scale=2.0**10), []
     batch = {"input_ids": ids, "labels": ids}
@@ -169,7 +167,7 @@ def overflowed():
 
 def rounded_by_chance():
     recipe = Recipe(precision="bf16", optimizer="adamw-stochastic", sharding="zero1")
-    model, optimizer, _ = prepare(sharded_trainer.model_of("llama", torch.float32), recipe, lr=1e-2)
+    model, optimizer, _ = prepare(model_of("llama", torch.float32), recipe, lr=1e-2)
     ids = torch.arange(3, 19).view(2, 8) + dist.get_rank()
     torch.manual_seed(dist.get_rank())
     step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
@@ -238,63 +236,43 @@ def test_what_cannot_be_sharded_is_told_so(on_two):
     assert "there are no layers in this ModuleDict" in none
     assert "the same layer is in the list more than once" in twice
     assert "the layers of this list have no forward of their own" in parts
-    assert (
-        "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank by its own rows"
-        in normed
-    )
+    assert "1 is a FSDPBatchNorm1d, which normalizes each micro-batch of each rank" in normed
     assert "return_loss=True" in pairs
 
 
-class Block(nn.Module):
-    """A layer with a trained weight, a frozen one in another dtype, and what it computed with."""
+class Block(nn.Linear):
+    """A layer with a frozen weight in another dtype, and what it computed with."""
 
     def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.eye(2))
+        super().__init__(2, 2, bias=False)
         other = torch.ones(2, 2, dtype=torch.bfloat16)
         self.other = nn.Parameter(other, requires_grad=False)
 
     def forward(self, x):
         self.seen = self.weight.dtype, type(self.weight)
-        return x @ self.weight.to(x.dtype)
-
-
-class Rest(nn.Module):
-    def __init__(self, layers, dtype=torch.float32):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-        self.head = nn.Parameter(torch.eye(2, dtype=dtype))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x @ self.head.to(x.dtype)
-
-
-def found_in(model, named=()):
-    return {"layers": (list(model.layers), None)}
+        return super().forward(x.to(self.weight.dtype))
 
 
 @pytest.mark.parametrize(("how", "dtype"), [("zero2", torch.bfloat16), ("fsdp", None)])
 def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
-    monkeypatch.setattr(sharding, "find_layers", found_in)
     with fake_process_group(2, 1) as mesh:
-        model = Rest([Block(), Block()])
+        parts = {"layers": nn.Sequential(Block(), Block()), "head": nn.Linear(2, 2)}
+        model = nn.Sequential(OrderedDict(parts))
+        found = {"layers": (list(model.layers), None)}
+        monkeypatch.setattr(sharding, "find_layers", lambda model, named=(): found)
         assert shard(model, how, mesh=mesh if dtype else None, compute_dtype=dtype) is model
         assert all(isinstance(p, DTensor) and p.device_mesh.size() == 2 for p in model.parameters())
         out = model(torch.ones(1, 2))
-        assert [layer.seen[0] for layer in model.layers] == [dtype or torch.float32] * 2
-        assert not any(issubclass(layer.seen[1], DTensor) for layer in model.layers)
-        kept = [isinstance(p, DTensor) for p in (*model.layers[0].parameters(), model.head)]
-        assert kept == [how == "fsdp", how == "fsdp", False], (
-            "the rest stays gathered until its backward"
-        )
+        for layer in model.layers:
+            assert layer.seen[0] == (dtype or torch.float32)
+            assert not issubclass(layer.seen[1], DTensor)
+        kept = {isinstance(p, DTensor) for p in model.layers[0].parameters()}
+        assert kept == {how == "fsdp"}
+        # the rest stays gathered until its backward
+        assert not any(isinstance(p, DTensor) for p in model.head.parameters())
         out.float().sum().backward()
         grads = [p.grad for p in model.parameters() if p.requires_grad]
-        assert (
-            all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads)
-            and len(grads) == 3
-        )
+        assert all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads)
 
 
 @pytest.mark.parametrize("how", ["ddp", "zero1"])
@@ -311,11 +289,3 @@ def test_a_replica_is_moved_to_where_the_mesh_is(how, monkeypatch):
             )
             assert parallel.process_group is mesh.get_group()
     assert moved == ["cpu"]
-
-
-def test_make_trainer_on_two_ranks_learns_what_one_process_learns(on_two, tmp_path):
-    """In float32 a micro-batch's share of the labels is rounded."""
-    alone, _ = sharded_trainer.trained(tmp_path, 8, {})
-    (one, wrapper), (other, _) = [found["trained"] for found in on_two]
-    assert wrapper == "DistributedDataParallel" and torch.equal(one, other)
-    assert (one - alone).norm() <= 1e-6 * alone.norm()

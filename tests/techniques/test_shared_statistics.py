@@ -38,8 +38,9 @@ def full(model):
     return gradient(model)
 
 
-def accumulated(model):
-    accumulate_gradients(split(batch(), 2), lambda micro: summed(model, micro), model=model)
+def accumulated(model, rows=2):
+    pieces = split(batch(), rows)
+    accumulate_gradients(pieces, lambda m: summed(model, m), total_items=8, model=model)
     return gradient(model)
 
 
@@ -87,9 +88,25 @@ class Caching(nn.Linear):
         return super().forward(x * self.positions * self.scale)
 
 
-def test_a_buffer_that_is_replaced_is_seen_and_one_that_is_filled_once_is_not():
-    with pytest.warns(UserWarning, match="of the model .Replacing.: seen"):
-        accumulated(Replacing().double())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        accumulated(Caching().double())
+def normed():
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
+
+
+NORMED = "1 is a BatchNorm1d, which normalizes each micro-batch by its own rows"
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "says"),
+    [
+        (Replacing(), 2, "of the model (Replacing): seen"),
+        (Caching(), 2, None),
+        (normed(), 2, NORMED),
+        (normed(), 8, None),  # one micro-batch
+        (nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5).eval()), 2, None),
+    ],
+)
+def test_what_micro_batches_share_is_said_and_nothing_else(model, rows, says):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accumulated(model.double(), rows)
+    assert (says in str(said[0].message)) if says else not said

@@ -11,7 +11,6 @@ from torch import nn
 
 from gradmem_lib import MemoryTracker, checkpoint_layers, checkpoint_parts, tiled
 from gradmem_lib.course import models
-from gradmem_lib.techniques.selective import find_parts
 
 ROWS, TOKENS, WIDTH, INSIDE = 2, 64, 32, 256
 
@@ -87,11 +86,6 @@ class Halved(nn.Module):
         return x[..., ::2, :]
 
 
-class Pair(nn.Module):
-    def forward(self, x):
-        return x, None
-
-
 @pytest.mark.parametrize(
     ("module", "says"),
     [
@@ -99,7 +93,7 @@ class Pair(nn.Module):
         (Delayed(), "Delayed has a token whose output"),
         (nn.Sequential(nn.BatchNorm1d(WIDTH)), "Sequential has a token whose output"),
         (Halved(), r"Halved returned a tensor of shape \(\d+, 32\) for a slice"),
-        (Pair(), "Pair returned tuple for a slice"),
+        (nn.GRU(WIDTH, WIDTH), "GRU returned tuple for a slice"),
         (nn.Conv1d(TOKENS, 7, 1), r"Conv1d cannot run on a slice .*channels"),
     ],
 )
@@ -136,15 +130,15 @@ def test_in_eval_and_without_gradients_nothing_is_cut():
     assert sizes[-4:] == [TOKENS // 4] * 4
 
 
-class Counting(nn.Module):
+class Counting(nn.Linear):
     def __init__(self):
-        super().__init__()
-        self.linear, self.calls, self.tokens = nn.Linear(4, 4), torch.zeros(()), []
+        super().__init__(4, 4)
+        self.calls, self.tokens = torch.zeros(()), []
 
     def forward(self, x):
         self.calls += 1
         self.tokens.append(x.shape[-2])
-        return self.linear(x)
+        return super().forward(x)
 
 
 def test_neither_the_check_nor_the_second_run_is_counted():
@@ -169,19 +163,16 @@ def test_in_layers_that_run_again(around):
     batch = example_batch(model, 4, 64)
 
     def step() -> tuple[list[torch.Tensor], int]:
-        model.zero_grad()
         with MemoryTracker(model, live=False) as tracker:
-            model(**batch).loss.backward()
-        kept = max(tracker.timeline.by_category["activations"])
-        return [p.grad.clone() for p in model.parameters()], kept
+            grads = torch.autograd.grad(model(**batch).loss, list(model.parameters()))
+        return grads, max(tracker.timeline.by_category["activations"])
 
     with around(model):
         expected, whole = step()
         for layer in model.model.layers:
-            for part in find_parts(layer, "mlp"):
-                tiled(part, 4)
-                with pytest.raises(RuntimeError, match="checkpointed already"):
-                    tiled(part, 2)
+            tiled(layer.mlp, 4)
+            with pytest.raises(RuntimeError, match="checkpointed already"):
+                tiled(layer.mlp, 2)
         for _ in range(2):
             found, cut = step()
             torch.testing.assert_close(found, expected)

@@ -13,7 +13,6 @@ from torch import nn
 from transformers import TrainingArguments, default_data_collator
 
 from gradmem_lib import LoRALinear, Recipe, arguments, make_trainer, merge_adapters, predict
-from gradmem_lib.course.material import texts
 from gradmem_lib.names import CATEGORIES
 from gradmem_lib.optimizers import RELATIVE_RATE
 from gradmem_lib.training.trainer_arguments import CHECKPOINTING_ARGUMENT
@@ -133,14 +132,8 @@ def test_a_recipe_is_wanted(tmp_path):
 
 
 def test_rows_without_labels_are_named(tmp_path):
-    class Bare(texts.Rows):
-        def __getitem__(self, index):
-            return {"input_ids": self.ids[index]}
-
-    collated = {"data_collator": default_data_collator}  # the trainer's own adds labels
-    bare = Bare(rows().ids)
-    trainer = trainer_for(small(), Recipe(), tmp_path, train_dataset=bare, **collated)
-    with pytest.raises(
-        ValueError, match=r"put labels into the batch.*NoneType where a scalar loss was expected"
-    ):
+    given = {"train_dataset": [{"input_ids": ids} for ids in rows().ids]}
+    given["data_collator"] = default_data_collator  # the trainer's own adds labels
+    trainer = trainer_for(small(), Recipe(), tmp_path, **given)
+    with pytest.raises(ValueError, match=r"put labels into the batch.*NoneType where a scalar"):
         trainer.train()

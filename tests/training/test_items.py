@@ -13,22 +13,25 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from support.families import with_dropout
-from support.gradients import error, gradient, ragged
+from support.gradients import error, gradient, ragged, taken_gradient
+from support.refusals import refusal
+from support.trainers import LastGradient, trainer_for
 from torch import nn
-from transformers import TrainerCallback
 
 from gradmem_lib import (
     Recipe,
     accumulate_gradients,
     check_pieces_add_up,
-    make_trainer,
     predict,
+    prepare,
     split,
     step,
 )
+from gradmem_lib.course import run_ranks
 from gradmem_lib.model.classes import predicts_next_token
 from gradmem_lib.training.item_rules import labels
 from gradmem_lib.training.items import find_rule
@@ -39,7 +42,7 @@ EXACT = 1e-10
 RECIPE = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
 LENGTHS = torch.tensor([7, 3, 5, 2, 7, 6, 1, 4])
 SHOWN = torch.arange(STEPS) < LENGTHS[:, None]
-REFUSED = r"is no mean over labels or rows|it is 0 for a few rows"
+REFUSED = "accumulation=1.*(is no mean over labels or rows|it is 0 for a few rows)"
 
 
 def random(*shape, seed=1):
@@ -97,20 +100,6 @@ def segmented():
 # Right in pieces.
 
 
-def connectionist(model, micro):
-    """CTC divides each row by its own length; the labels have no -100."""
-    log_p = model(micro["x"]).log_softmax(-1).transpose(0, 1)
-    steps = torch.full((len(micro["x"]),), 12)
-    return F.ctc_loss(log_p, micro["labels"], steps, micro["lengths"])
-
-
-def transcribed():
-    generator = torch.Generator().manual_seed(2)
-    drawn = torch.randint(1, CLASSES, (ROWS, 5), generator=generator)
-    lengths = torch.tensor([5, 2, 3, 4, 1, 5, 3, 2])
-    return {"x": random(ROWS, 12, WIDTH), "labels": drawn, "lengths": lengths}
-
-
 def mean_of_means(model, micro):
     targets = micro["labels"].clamp(min=0)
     losses = F.cross_entropy(model(micro["x"]).transpose(1, 2), targets, reduction="none")
@@ -135,11 +124,10 @@ def penalized(model, micro):
     return model(noise).mean() - model(micro["x"]).mean() + 10 * penalty
 
 
-class TwoHeads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.classes, self.number = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, 1)
+def heads():
+    torch.manual_seed(0)
+    named = {"classes": nn.Linear(WIDTH, CLASSES), "number": nn.Linear(WIDTH, 1)}
+    return nn.ModuleDict(named).double()
 
 
 def policy_gradient(model, micro):
@@ -168,6 +156,47 @@ def regression(model, micro):
     return F.mse_loss(model(x)[there], targets[there])
 
 
+# Rows of which the first ones look alike, and later ones show what the loss is.
+
+
+def words(**more):
+    return {"x": random(12, 6, 3)} | more
+
+
+def flagged(model, batch):
+    """Flags only weigh rows. The first rows have a loss of 0."""
+    losses = F.cross_entropy(model(batch["x"]).mean(1), batch["target"], reduction="none")
+    return (losses * batch["counts"]).mean()
+
+
+def hidden_words():
+    mask = torch.ones(12, 6).double()
+    mask[9, 2:] = 0
+    mask[11, 1:] = 0
+    return words(mask=mask)
+
+
+def of_hidden_words(model, batch):
+    errors = model(batch["x"]).square().mean(-1)
+    return (errors * batch["mask"]).sum() / batch["mask"].sum()
+
+
+# The weighted class is neither the smallest nor the largest.
+WEIGHTED = words()["x"], torch.tensor([0, 3, 0, 3, 1, 3, 1, 3, 2, 2, 0, 3])
+
+
+def weighted_class(model, batch):
+    weights = torch.tensor([1.0, 1.0, 7.0, 1.0]).double()
+    return F.cross_entropy(model(batch[0]).mean(1), batch[1], weight=weights)
+
+
+def of_known_targets(model, batch):
+    known = ~batch["target"].isnan()
+    return F.huber_loss(model(batch["x"]).mean((1, 2))[known], batch["target"][known])
+
+
+FLAGGED = words(target=torch.arange(12) % 4, counts=torch.arange(12) > 8)
+LATE_NAN = words(target=random(12, seed=2).index_fill(0, torch.tensor([8, 9]), math.nan))
 Named = namedtuple("Named", "x labels")
 KNOWN = random(ROWS, WIDTH) > 0
 WITH_NAN = numbers(labels=random(ROWS, WIDTH, seed=2).masked_fill(~KNOWN, math.nan))
@@ -177,13 +206,13 @@ WITH_MASK = WITH_NAN | {
 }
 
 RIGHT = {
-    "ctc": (mlp(), transcribed(), connectionist),
     "head of zeros": (head_of_zeros(), tagged(), mean_of_means),
     "gradient penalty": (mlp(1), noised(), penalized),
     "policy gradient": (mlp(), classified() | {"advantage": ADVANTAGE}, policy_gradient),
     "samples": (mlp(), SAMPLED, of_samples),
     "missing targets": (mlp(WIDTH), Named(**WITH_NAN), regression),
     "hidden targets": (mlp(WIDTH), WITH_MASK, regression),
+    "flags": (mlp(4, 3), FLAGGED, flagged),
 }
 
 
@@ -209,16 +238,12 @@ def tiny(cls):
 
 
 def of_logits(model, batch, shifted):
-    """The mean loss, from the logits and by this test's own sum."""
+    """The mean loss, from the logits."""
     logits = model(**{name: t for name, t in batch.items() if name != "labels"}).logits
     targets = batch["labels"]
     if shifted:
         logits, targets = logits[:, :-1], targets[:, 1:]
-    targets = targets.flatten()
-    log_p = logits.double().flatten(0, -2).log_softmax(-1)
-    counted = targets != -100
-    picked = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0]
-    return -(picked * counted).sum() / counted.sum()
+    return F.cross_entropy(logits.double().flatten(0, -2), targets.flatten())
 
 
 NEXT_TOKEN = {
@@ -252,11 +277,8 @@ def test_a_loss_that_is_itself_in_bf16_is_not_refused():
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = tiny_model(transformers.BertForMaskedLM, transformers.BertConfig())
-        assert (
-            stepped(model.to(torch.bfloat16), ragged((120, 120, 60, 10), VOCABULARY))
-            .isfinite()
-            .all()
-        )
+        batch = ragged((120, 120, 60, 10), VOCABULARY)
+        assert stepped(model.to(torch.bfloat16), batch).isfinite().all()
 
 
 # Refused, with a way out that works: sums with their counts.
@@ -265,8 +287,8 @@ def test_a_loss_that_is_itself_in_bf16_is_not_refused():
 def two_heads(model, micro):
     """A label is missing for some rows, and a score for none."""
     targets = micro["labels"]
-    named = F.cross_entropy(model.classes(micro["x"]), targets, reduction="sum")
-    squared = (model.number(micro["x"])[:, 0] - micro["score"]).square().sum()
+    named = F.cross_entropy(model["classes"](micro["x"]), targets, reduction="sum")
+    squared = (model["number"](micro["x"])[:, 0] - micro["score"]).square().sum()
     return [(named, (targets != -100).sum()), (squared, len(targets))]
 
 
@@ -280,7 +302,7 @@ def z_loss(model, micro):
 
 SUMS = {
     "row without a label": (
-        TwoHeads().double(),
+        heads(),
         numbers(labels=torch.tensor([0, -100, 2, 3, 4, -100, 1, 2]), score=random(ROWS, seed=5)),
         two_heads,
     ),
@@ -296,6 +318,12 @@ def test_what_step_refuses_is_exact_as_sums_with_their_counts(kind):
     def loss(asked, micro):
         return sum(total / count for total, count in pairs(asked, micro))
 
+    def loss_and_count(micro):
+        return pairs(model, micro)
+
+    def counts(micro):
+        return tuple(float(count) for _, count in pairs(model, micro))
+
     expected = full(model, batch, loss)
     if kind == "z-loss":
         with pytest.warns(UserWarning, match="more than rounding seems to explain"):
@@ -305,19 +333,11 @@ def test_what_step_refuses_is_exact_as_sums_with_their_counts(kind):
         with pytest.raises(ValueError, match="is no mean over labels or rows"):
             stepped(model, batch, loss)
     model.zero_grad()
-
-    def counts(micro):
-        return tuple(float(count) for _, count in pairs(model, micro))
-
-    shown = next(split(batch, 4))
-    check_pieces_add_up(model, shown, lambda micro: pairs(model, micro))
-    several = list(split(batch, 2))
+    check_pieces_add_up(model, next(split(batch, 4)), loss_and_count)
     for total in ({"count_items": counts}, {"total_items": counts(batch)}):
-        model.zero_grad()
-        found = accumulate_gradients(several, lambda micro: pairs(model, micro), **total)
-        assert error(gradient(model), expected) <= EXACT and found.items == pytest.approx(
-            counts(batch)
-        )
+        found = accumulate_gradients(list(split(batch, 2)), loss_and_count, **total)
+        assert error(taken_gradient(model), expected) <= EXACT
+        assert found.items == pytest.approx(counts(batch))
 
 
 # Refused: rows are compared. Uncut, each of them is right.
@@ -351,13 +371,33 @@ def balanced_scores(model, micro):
     return F.cross_entropy(model(micro["x"]), micro["labels"]) + chosen.square().sum()
 
 
-AT_THE_START = "with a few other numbers in its weights"
+def of_pairs(model, micro):
+    score = model(micro["x"])[:, 0]
+    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
+
+
+def noisy(model, batch):
+    noise = torch.randn_like(batch["x"])
+    return (model(batch["x"] + noise) - noise).square().mean()
+
+
+def no_pair(model, micro):
+    return 0 * model(micro["x"]).square().mean()
+
+
+AT_THE_START = "accumulation=1.*with a few other numbers in its weights"
 COMPARED = {
     "dice": (mlp(9), segmented(), dice, REFUSED),
     "above the mean": (mlp(1), numbers(), above_the_mean, REFUSED),
-    "sum": (mlp(), classified(), summed, ".*is a sum"),
+    "sum": (mlp(), classified(), summed, "accumulation=1.*is a sum"),
     "router": (mlp(), classified(), balanced_experts, REFUSED),
     "router at the start": (head_of_zeros(), classified(), balanced_scores, AT_THE_START),
+    "pairs": (mlp(1), numbers(), of_pairs, "^make rows that belong together one row"),
+    "noise": (mlp(WIDTH), numbers(), noisy, "draw random numbers in the data's collator"),
+    "no pair": (mlp(WIDTH), numbers(), no_pair, "it is 0 for a few rows together"),
+    "hidden words": (mlp(4, 3), hidden_words(), of_hidden_words, REFUSED),
+    "a weighted class": (mlp(4, 3), WEIGHTED, weighted_class, REFUSED),
+    "late missing targets": (mlp(4, 3), LATE_NAN, of_known_targets, REFUSED),
 }
 
 
@@ -366,7 +406,7 @@ def test_a_loss_that_compares_rows_is_refused_and_left_alone(kind):
     model, batch, loss, says = COMPARED[kind]
     model = copy.deepcopy(model)
     before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with pytest.raises(ValueError, match=rf"accumulation=1.*({says})"):
+    with pytest.raises(ValueError, match=says):
         stepped(model, batch, loss)
     assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), state)
@@ -374,42 +414,20 @@ def test_a_loss_that_compares_rows_is_refused_and_left_alone(kind):
     stepped(model, batch, loss, pieces=1)
 
 
-def of_pairs(model, micro):
-    score = model(micro["x"])[:, 0]
-    return -F.logsigmoid(score[0::2] - score[1::2]).mean()
-
-
-def test_rows_that_belong_together_are_told_to_be_one_row():
+def test_rows_that_belong_together_are_told_so_by_the_check_too():
     model = mlp(1)
-    with pytest.raises(ValueError, match=r"^make rows that belong together one row"):
-        stepped(model, numbers(), of_pairs)
     with pytest.raises(ValueError, match=r"make rows that belong together one row.*: its loss"):
         check_pieces_add_up(
             model, numbers(), lambda micro: (of_pairs(model, micro), 1), reduction="mean"
         )
 
 
-def noisy(model, batch):
-    noise = torch.randn_like(batch["x"])
-    return (model(batch["x"] + noise) - noise).square().mean()
-
-
-def test_a_loss_with_its_own_noise_is_told_so():
-    model, state = mlp(WIDTH), torch.get_rng_state()
-    with pytest.raises(ValueError, match=r"draw random numbers in the data's collator"):
-        stepped(model, numbers(), noisy)
-    assert torch.equal(torch.get_rng_state(), state)
-    stepped(model, numbers(), noisy, pieces=1)
-
-
 def test_a_first_ignored_label_in_a_later_batch_is_asked_about():
     """Equally long rows do not show that each row has a mean of its own."""
-    model = mlp()
-    stepped(model, tagged() | {"labels": tagged()["labels"].clamp(min=0)}, mean_of_means)
-    assert (
-        error(stepped(model, tagged(), mean_of_means), full(model, tagged(), mean_of_means))
-        <= EXACT
-    )
+    model, batch = mlp(), tagged()
+    stepped(model, batch | {"labels": batch["labels"].clamp(min=0)}, mean_of_means)
+    found = stepped(model, batch, mean_of_means)
+    assert error(found, full(model, batch, mean_of_means)) <= EXACT
 
 
 def test_the_same_code_with_another_word_is_asked_again():
@@ -425,37 +443,27 @@ def test_the_same_code_with_another_word_is_asked_again():
 # What a forward leaves for the next one.
 
 
-class Warming(nn.Module):
+class Warming(nn.Linear):
     """The weight of its second part grows with each forward."""
 
-    def __init__(self):
-        super().__init__()
-        self.encoder, self.calls = nn.Linear(WIDTH, 4).double(), 0
+    calls = 0
 
     def forward(self, x):
         self.calls += self.training
-        embedded = self.encoder(x)
+        embedded = super().forward(x)
         return embedded.square().mean() + self.calls / 100 * embedded.abs().mean()
 
 
 def test_a_forward_that_changes_what_the_next_one_reads_is_refused():
-    model = Warming()
+    model = Warming(WIDTH, 4).double()
     before = [p.clone() for p in model.parameters()]
     for seed in (1, 2):  # trying again does not help
         with pytest.raises(
-            ValueError, match=r"after optimizer\.step\(\).*though no trained weight has"
+            ValueError, match=r"after optimizer\.step.*though no trained weight has"
         ):
             stepped(model, {"x": random(ROWS, WIDTH, seed=seed)})
     assert all(map(torch.equal, before, model.parameters()))
     stepped(model, numbers(), pieces=1)
-
-
-def test_a_loss_that_finds_no_pair_is_refused():
-    def no_pair(model, micro):
-        return 0 * model(micro["x"]).square().mean()
-
-    with pytest.raises(ValueError, match="it is 0 for a few rows together"):
-        stepped(mlp(WIDTH), numbers(), no_pair)
 
 
 def test_an_error_of_the_model_is_not_taken_for_its_loss():
@@ -472,22 +480,21 @@ def test_batches_without_rows_are_not_taken_at_their_word():
     """Packed rows with the places where they begin, or graphs with their edges."""
     micro = {"x": torch.randn(3, 6), "edges": torch.zeros(7, 2), "labels": torch.tensor([0, 1, 1])}
     ask = partial(find_rule, mlp(), loss_of=None, default=labels, how="accumulation=2")
-    with pytest.warns(
-        UserWarning, match="different numbers of rows. The loss is taken as the mean"
-    ):
+    with pytest.warns(UserWarning, match="numbers of rows. The loss is taken as the mean"):
         assert ask([micro, micro]) is None
     with pytest.raises(ValueError, match=r"accumulation=1.*no labels of whole numbers"):
         ask([micro | {"labels": torch.randn(3)}])
 
 
-def test_a_tuple_begins_with_the_loss():
-    class Pair(nn.Linear):
-        def forward(self, x):
-            out = super().forward(x)
-            return out.square().mean(), out
+class Pair(nn.Linear):
+    def forward(self, x):
+        out = super().forward(x)
+        return out.square().mean(), out
 
-    model = Pair(WIDTH, 1).double()
-    assert error(stepped(model, numbers()), full(model, numbers(), lambda m, b: m(**b)[0])) <= EXACT
+
+def test_a_tuple_begins_with_the_loss():
+    model, batch = Pair(WIDTH, 1).double(), numbers()
+    assert error(stepped(model, batch), full(model, batch, lambda m, b: m(**b)[0])) <= EXACT
 
 
 # The same through make_trainer: the model returns its loss, and rows come from a data set.
@@ -502,34 +509,17 @@ class Returning(nn.Module):
         return {"loss": self.loss(self.inner, batch)}
 
 
-class LastGradient(TrainerCallback):
-    def on_pre_optimizer_step(self, args, state, control, model=None, **more):
-        self.found = gradient(model)
-
-
 def trained(model, batch, loss, folder, items=None):
     """The gradient of the one step of ``make_trainer``'s trainer, from 4 micro-batches."""
     last = LastGradient()
-    trainer = make_trainer(
-        Returning(copy.deepcopy(model), loss),
-        RECIPE,
-        batch_size=ROWS,
-        items=items,
-        train_dataset=[{name: rows[i] for name, rows in batch.items()} for i in range(ROWS)],
-        max_steps=1,
-        max_grad_norm=0.0,
-        output_dir=str(folder),
-        callbacks=[last],
-        live=False,
-        progress=False,
-        remove_unused_columns=False,
-        train_sampling_strategy="sequential",
-    )
-    trainer.train()
+    rows = [{name: values[i] for name, values in batch.items()} for i in range(ROWS)]
+    given = {"train_dataset": rows, "remove_unused_columns": False, "max_steps": 1}
+    given |= {"items": items, "callbacks": [last], "in_order": True}
+    trainer_for(Returning(copy.deepcopy(model), loss), RECIPE, folder, **given).train()
     return last.found
 
 
-@pytest.mark.parametrize("kind", ["ctc", "samples"])
+@pytest.mark.parametrize("kind", ["gradient penalty", "samples"])
 def test_make_trainer_has_the_full_batchs_gradient(kind, tmp_path):
     model, batch, loss = RIGHT[kind]
     assert error(trained(model, batch, loss, tmp_path), full(model, batch, loss)) <= EXACT
@@ -546,7 +536,8 @@ def test_make_trainer_refuses_what_compares_rows(tmp_path):
 
 def token_mean(ignored, key="labels", shift=0):
     def loss(model, batch):
-        logits = model(batch["x"])[:, : STEPS - shift].flatten(0, 1)
+        x = batch["x"] if isinstance(batch, dict) else batch[0]
+        logits = model(x)[:, : STEPS - shift].flatten(0, 1)
         return F.cross_entropy(logits, batch[key][:, shift:].flatten(), ignore_index=ignored)
 
     return loss
@@ -574,6 +565,7 @@ SAID = {
         "x",
     ),
     "weights of rows": (WEIGHED, weighed_rows, "weight", "labels"),
+    "a tuple": (tuple(OTHER_NAME.values()), token_mean(-100, key=1), 1, 0),
 }
 
 
@@ -593,15 +585,6 @@ def test_a_count_that_is_said_is_exact_and_a_wrong_one_is_refused(kind, tmp_path
     predict(model, batch=batch, loss=loss, recipe=RECIPE, items=right, target="cpu")
 
 
-def test_a_tuple_as_batch_has_a_count_too():
-    model, pair = mlp(), tuple(OTHER_NAME.values())
-
-    def loss(model, pair):
-        return token_mean(-100, 1)(model, {"x": pair[0], 1: pair[1]})
-
-    assert error(stepped(model, pair, loss, 1), full(model, pair, loss)) <= EXACT
-
-
 @pytest.mark.parametrize(
     "items, says",
     [
@@ -613,3 +596,28 @@ def test_a_tuple_as_batch_has_a_count_too():
 def test_what_items_cannot_be_is_said(items, says):
     with pytest.raises((TypeError, ValueError), match=says):
         stepped(mlp(), OTHER_NAME, token_mean(-100, "y"), items)
+
+
+def breaks(model, batch):
+    value = model(batch["x"]).sum()
+    if dist.get_rank() == 1:
+        raise KeyError("no such column")
+    return value
+
+
+def refused_on_a_rank() -> list[str]:
+    """What is said where the rows of the second process alone show that the loss is no mean over
+    rows, and where its loss alone raises an error.
+    """
+    batch, recipe = hidden_words(), replace(RECIPE, sharding="fsdp")
+    if dist.get_rank() == 0:
+        batch["mask"] = torch.ones(12, 6)
+    run = prepare(mlp(4, 3), recipe)
+    given = run.model, run.optimizer, batch, recipe
+    return [refusal(step, *given, loss=loss) for loss in (of_hidden_words, breaks)]
+
+
+def test_processes_that_compute_together_ask_equally_often():
+    first, second = run_ranks(refused_on_a_rank)
+    assert "another process found it" in first[0] and "mean of their losses alone" in second[0]
+    assert "is a sum" in first[1] and "no such column" in second[1]

@@ -11,9 +11,10 @@ import torch
 import transformers
 from support.families import tiny_config
 from support.nightly import each
+from support.trainers import small
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict
+from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict, split
 from gradmem_lib.training.items import find_rule
 from gradmem_lib.training.losses import (
     check_pieces,
@@ -94,24 +95,20 @@ def test_a_scale_of_the_width_is_refused():
 
 
 def test_what_is_no_language_model_and_what_has_flags_is_refused():
-    config = transformers.BertConfig(
-        hidden_size=32, num_attention_heads=2, num_hidden_layers=1, intermediate_size=32
-    )
-    assert isinstance(form_or_refusal(transformers.BertForSequenceClassification, config), str)
+    classifier = transformers.BertForSequenceClassification
+    assert isinstance(form_or_refusal(classifier, tiny_config("bert")), str)
     assert "is none" in form_or_refusal(torch.nn.Linear, None)
-    model = tiny_model(*causal("Mixtral"))
-    ids = torch.randint(3, VOCABULARY, (2, 10))
-    with pytest.raises(ValueError, match="no flags"):
-        chunked_loss(model, batch_of(ids) | {"output_router_logits": True})
-    with pytest.raises(ValueError, match="other labels"):
-        chunked_loss(model, batch_of(ids) | {"shift_labels": ids})
+    ids, chunked = torch.randint(3, VOCABULARY, (2, 10)), Recipe(chunked_loss=True)
+    model, routed = tiny_model(*causal("Mixtral")), causal("Mixtral", output_router_logits=True)
+    for refused, more, says in (
+        (model, {"output_router_logits": True}, "no flags"),
+        (model, {"shift_labels": ids}, "other labels"),
+        (tiny_model(*routed), {}, r"leave chunked_loss out: .*more than a cross-entropy"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            chunked_loss(refused, batch_of(ids) | more)
     with pytest.raises(ValueError, match="Linear is none"):
-        recipe = Recipe(chunked_loss=True)
-        predict(torch.nn.Linear(2, 2), batch=torch.ones(2, 2), recipe=recipe, target="cpu")
-    cls, config = causal("Mixtral", output_router_logits=True)
-    assert "more than a cross-entropy" in form_or_refusal(cls, config)
-    with pytest.raises(ValueError, match=r"leave chunked_loss out: .*more than a cross-entropy"):
-        chunked_loss(tiny_model(cls, config), batch_of(ids))
+        predict(torch.nn.Linear(2, 2), batch=torch.ones(2, 2), recipe=chunked, target="cpu")
 
 
 def with_a_cap(model):
@@ -137,7 +134,9 @@ def with_a_loss(model):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        *((change, "on the output layer") for change in (with_a_cap, with_a_hook, with_a_forward)),
+        (with_a_cap, "on the output layer"),
+        (with_a_hook, "on the output layer"),
+        (with_a_forward, "on the output layer"),
         (with_a_loss, "a loss_function of its own"),
     ],
 )
@@ -180,23 +179,32 @@ def test_labels_that_usually_count(model, counted):
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
 
 
-@pytest.mark.parametrize(
-    ("name", "family", "options"),
-    [
-        ("BertForSequenceClassification", "bert", {"num_labels": 1}),
-        (
-            "ModernBertForMaskedLM",
-            "modernbert",
-            {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
-        ),
-        ("BioGptForTokenClassification", "biogpt", {"num_labels": 60}),
-        ("SegformerForSemanticSegmentation", "segformer", {}),
-    ],
-)
-def test_labels_that_count_are_those_of_the_models_own_loss(name, family, options):
-    """Rows with unlike numbers of them, and one -100.0 that is a number like any other: in pieces,
-    the whole batch's loss.
-    """
+IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+SHOWN = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]  # unlike numbers in each row
+# The family, what its config has besides, and the batch: one -100.0 is a number like any other.
+COUNTED = {
+    "BertForSequenceClassification": (
+        "bert",
+        {"num_labels": 1},
+        {"labels": torch.tensor([1.0, -100.0, 2.0, 3.0])},
+    ),
+    "ModernBertForMaskedLM": (
+        "modernbert",
+        {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
+        {"labels": IDS.masked_fill(~SHOWN, 0).masked_fill(IDS < 9, -100)},
+    ),
+    "BioGptForTokenClassification": (
+        "biogpt",
+        {"num_labels": 60},
+        {"labels": IDS, "attention_mask": SHOWN.long()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_labels_that_count_are_those_of_the_models_own_loss(name):
+    """In pieces, the whole batch's loss."""
+    family, options, batch = COUNTED[name]
     config = tiny_config(family)
     for option, value in options.items():
         setattr(config, option, value)
@@ -204,28 +212,15 @@ def test_labels_that_count_are_those_of_the_models_own_loss(name, family, option
     model = getattr(transformers, name)(config).eval()
     for p in model.parameters():  # else some give every label the same loss
         torch.nn.init.normal_(p, std=0.3)
-    ids = torch.randint(3, 60, (4, 12))
-    shown = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]
-    batch = {"input_ids": ids, "labels": ids.masked_fill(~shown, -100)}
-    if family == "modernbert":
-        batch["labels"] = torch.where(batch["labels"] == -100, 0, ids).masked_fill(ids < 9, -100)
-    elif family == "bert":
-        batch["labels"] = torch.tensor([1.0, -100.0, 2.0, 3.0])
-    elif family == "biogpt":
-        batch |= {"attention_mask": shown.long(), "labels": ids}
-    else:
-        rows = torch.arange(16)[:, None] > 4 * torch.arange(4)[:, None, None]
-        labels = torch.randint(0, 2, (4, 16, 16)).masked_fill(rows, 255)
-        batch = {"pixel_values": torch.randn(4, 3, 16, 16), "labels": labels}
-    whole = model(**batch).loss.item()
-    parts = [{key: tensor[[row]] for key, tensor in batch.items()} for row in range(4)]
+    batch = {"input_ids": IDS} | batch
+    parts = list(split(batch, 1))
     rule = find_rule(
         model, [batch], lambda m, b: m(**b).loss, usual_rule(model), how="accumulation=4"
     )
     counts = [count_items(model, part, rule) for part in parts]
     losses = [model(**part).loss.item() for part in parts]
     found = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert found == pytest.approx(whole, rel=1e-5)
+    assert found == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
 def made(cls, **options):
@@ -266,17 +261,10 @@ def test_a_loss_that_pieces_do_not_have_is_refused(cls, options, batch, says):
 
 
 def test_nobody_who_watches_sees_the_tiny_copy():
-    options = {
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    cls, config = causal(
-        "Llama", num_hidden_layers=2, vocab_size=200, rope_theta=12345.0, **options
-    )
-    model, ids = cls(config), torch.randint(3, 200, (2, 40))
-    peaks = []
+    model = small(layers=2)
+    cls, config = type(model), model.config
+    config.rope_theta = 12345.0
+    ids, peaks = torch.randint(3, 200, (2, 40)), []
     for _ in range(2):  # the first time makes it
         model.zero_grad(set_to_none=True)
         torch.manual_seed(3)

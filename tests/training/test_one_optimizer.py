@@ -5,6 +5,7 @@ step does with gradients besides adding them up, and what masters start from.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,42 +24,26 @@ def head_faster(name, parameter):
     return {"lr": 0.5} if "head" in name else None
 
 
-SETTINGS = {
-    "groups": {"weight_decay": 0.1, "groups": head_faster},
-    "rate": {"lr": 0.25},
-    "adam's": {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
-}
-
-
-def groups_of(optimizer, model):
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    found = []
-    for group in optimizer.param_groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
-        found.append((settings, [names[parameter] for parameter in group["params"]]))
-    return found
-
-
 @pytest.mark.parametrize(
     "model",
     [
-        lambda: GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
-        lambda: nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
+        GPT2LMHeadModel(GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2)),
+        nn.Sequential(nn.Embedding(8, 4), nn.LayerNorm(4), nn.Linear(4, 2)),
     ],
     ids=["GPT-2", "own"],
 )
 def test_decay_is_for_matrices_alone(model):
     """Found by their shapes: biases and the weights of norms are vectors."""
-    model = model()
     recipe = Recipe(attention=None)
-    decayed, others = groups_of(prepare(model, recipe, weight_decay=0.1).optimizer, model)
-    assert (decayed[0]["weight_decay"], others[0]["weight_decay"]) == (0.1, 0.0)
-    dims = {name: parameter.dim() for name, parameter in model.named_parameters()}
-    assert decayed[1] == [name for name, dim in dims.items() if dim > 1]
-    assert others[1] == [name for name, dim in dims.items() if dim == 1]
-    each = prepare(copy.deepcopy(model), Recipe(attention=None, in_backward=True), weight_decay=0.1)
+    groups = prepare(model, recipe, weight_decay=0.1).optimizer.param_groups
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    for group, expected in zip(groups, (matrices, vectors), strict=True):
+        assert list(map(id, group["params"])) == list(map(id, expected))
+    each = prepare(copy.deepcopy(model), replace(recipe, in_backward=True), weight_decay=0.1)
     with_decay = [o for o in each.optimizer if o.param_groups[0]["weight_decay"]]
-    assert len(with_decay) == len(decayed[1])
+    assert len(with_decay) == len(matrices)
 
 
 def test_a_setting_that_is_none_is_refused():
@@ -111,6 +96,9 @@ def test_step_trains_as_make_trainer_to_the_bit(fields, tmp_path):
         assert torch.equal(p, q), where
 
 
+ONE = torch.ones(1, 1).double()
+
+
 def one_weight(value: float = 1.0):
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.constant_(model.weight, value)
@@ -133,23 +121,27 @@ def test_gradients_are_clipped_after_they_are_unscaled(scaled, factor, moved):
     assert model.weight.item() == pytest.approx(1 - moved, abs=1e-6)
 
 
-def test_a_skipped_step_is_none_for_the_schedule_either():
+@pytest.mark.parametrize("scaler", [GradScaler(), torch.amp.GradScaler("cpu")])
+def test_a_skipped_step_is_none_for_the_schedule_either(scaler):
     model, recipe = one_weight(), Recipe(precision=None, optimizer="sgd")
     made = prepare(model, recipe, lr=1.0)
-    scheduler, scaler = StepLR(made.optimizer, 1, 0.5), GradScaler()
-    batch = torch.ones(1, 1).double()
+    scheduler = StepLR(made.optimizer, 1, 0.5)
+    given = {"scaler": scaler, "scheduler": scheduler, "max_grad_norm": 1.0}
     rates = []
     for factor in (torch.inf, 1.0):
-        given = {"scaler": scaler, "scheduler": scheduler, "max_grad_norm": 1.0}
-        step(model, made.optimizer, batch, recipe, loss=slope(factor), **given)
+        step(model, made.optimizer, ONE, recipe, loss=slope(factor), **given)
         rates.append(scheduler.get_last_lr()[0])
     assert rates == [1.0, 0.5]
     assert model.weight.item() == pytest.approx(0.0, abs=1e-5)  # clipping adds 1e-6 to the norm
+
+
+def test_a_gradient_that_is_not_finite_makes_no_step():
+    model, recipe = one_weight(0.0), Recipe(precision=None, optimizer="sgd")
+    made = prepare(model, recipe, lr=1.0)
+    given = {"loss": lambda m, b: m(b).sum().sqrt() * 0.0, "max_grad_norm": 1.0}
     with pytest.raises(ValueError, match="lower the learning rate: a gradient is not finite"):
-        overflowing = nn.Linear(1, 1, bias=False)
-        given = {"loss": lambda m, b: (m(b) * 1e-30).sum().sqrt() * 0.0, "max_grad_norm": 1.0}
-        nn.init.zeros_(overflowing.weight)
-        step(overflowing, made.optimizer, torch.ones(1, 1), recipe, **given)
+        step(model, made.optimizer, ONE, recipe, **given)
+    assert model.weight.item() == 0.0
 
 
 def test_what_steps_in_backward_has_schedulers_and_no_clipping():
@@ -164,42 +156,22 @@ def test_what_steps_in_backward_has_schedulers_and_no_clipping():
         step(model, made.optimizer, batch, recipe, max_grad_norm=1.0)
 
 
-def masters(optimizer):
-    found = {}
-    for one in optimizer if isinstance(optimizer, list) else [optimizer]:
-        for parameter, state in one.state.items():
-            found[parameter] = state["master"]
-    return found
-
-
-def stands_still(model, optimizer, recipe):
-    """A step at a rate of 0, which makes the states."""
-    ids = torch.randint(0, 64, (1, 8))
-    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
-
-
+@pytest.mark.parametrize("loaded", [True, False])
 @pytest.mark.parametrize("fields", [{"optimizer": "adamw-fused"}, {"in_backward": True}])
-def test_a_master_starts_from_the_weights_that_were_given(fields):
-    recipe = Recipe(precision="float32-master", **fields)
-    model = small(**LLAMA)
+def test_a_master_starts_from_the_weights_that_were_given_or_loaded_since(fields, loaded):
+    recipe, model = Recipe(precision="float32-master", **fields), small(**LLAMA)
     given = {where: p.detach().clone() for where, p in model.named_parameters()}
-    made = prepare(model, recipe, lr=0.0)
-    stands_still(model, made.optimizer, recipe)
-    kept = masters(made.optimizer)
+    optimizer = prepare(model, recipe, lr=0.0).optimizer
+    if loaded:
+        model.load_state_dict({name: torch.randn_like(t) for name, t in model.state_dict().items()})
+        given = {where: p.detach().float() for where, p in model.named_parameters()}
+    ids = torch.randint(0, 64, (1, 8))
+    step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)  # which makes the states
+    optimizers = optimizer if isinstance(optimizer, list) else [optimizer]
+    states = {p: state for one in optimizers for p, state in one.state.items()}
     for where, parameter in model.named_parameters():
-        assert torch.equal(kept[parameter], given[where])
+        assert torch.equal(states[parameter]["master"], given[where])
         assert torch.equal(parameter, given[where].bfloat16())
-
-
-def test_weights_that_were_loaded_since_are_the_masters():
-    recipe = Recipe(precision="float32-master")
-    model = small(**LLAMA)
-    made = prepare(model, recipe, lr=0.0)
-    others = {name: torch.randn_like(t) for name, t in model.state_dict().items()}
-    model.load_state_dict(others)
-    stands_still(model, made.optimizer, recipe)
-    for parameter, master in masters(made.optimizer).items():
-        assert torch.equal(master, parameter.float())
 
 
 def test_merged_weights_are_the_nearest():

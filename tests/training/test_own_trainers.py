@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.refusals import refusal
-from support.trainers import plain_arguments, small
+from support.trainers import LastGradient, plain_arguments, small
 from transformers import PrinterCallback, Trainer
 
 from gradmem_lib import check_accumulation
@@ -43,44 +43,71 @@ def parts(model, inputs):
     return named, scored, (labels != -100).sum()
 
 
-class OfRows(Trainer):
-    """Its loss is a mean over rows, which the model's arguments do not scale."""
+def kind(name, loss):
+    """A ``Trainer`` whose ``compute_loss`` is ``loss(trainer, model, inputs, items)``."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return -parts(model, inputs)[1].mean()
+        return loss(self, model, inputs, num_items_in_batch)
+
+    return type(name, (Trainer,), {"compute_loss": compute_loss})
 
 
-class OfTokens(Trainer):
-    """Its loss is divided by the tokens of the whole step."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return parts(model, inputs)[0] / num_items_in_batch
+def of_rows(trainer, model, inputs, items):
+    """A mean over rows, which the model's arguments do not scale."""
+    return -parts(model, inputs)[1].mean()
 
 
-class OfBoth(Trainer):
+def of_tokens(trainer, model, inputs, items):
+    """Divided by the tokens of the whole step."""
+    return parts(model, inputs)[0] / items
+
+
+def of_both(trainer, model, inputs, items):
     """As trl's DPO with loss_type=["sigmoid", "sft"]: it adds two means of its micro-batch."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        named, scored, count = parts(model, inputs)
-        return named / count - scored.mean()
+    named, scored, count = parts(model, inputs)
+    return named / count - scored.mean()
 
 
-class OfChance(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        return torch.rand(()) * -parts(model, inputs)[1].mean()
+def of_chance(trainer, model, inputs, items):
+    return torch.rand(()) * of_rows(trainer, model, inputs, items)
 
 
-class HiddenChance(Trainer):
+def of_hidden_chance(trainer, model, inputs, items):
     """Its dropout is always on; a head of zeros shows none of it."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        logits = F.dropout(model(input_ids=inputs["input_ids"]).logits, 0.5, True)
-        return F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten())
+    logits = F.dropout(model(input_ids=inputs["input_ids"]).logits, 0.5, True)
+    return F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten())
 
 
-class Failing(Trainer):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        raise KeyError("no such column")
+def failing(trainer, model, inputs, items):
+    raise KeyError("no such column")
+
+
+def of_its_own(trainer, model, inputs, items):
+    """Trainer's own loss, of what the model takes."""
+    inputs = {name: inputs[name] for name in ("input_ids", "labels")}
+    return Trainer.compute_loss(trainer, model, inputs, num_items_in_batch=items)
+
+
+def divided(trainer, model, inputs, items):
+    """A mean over rows, which may be divided by the micro-batches of a step."""
+    loss = of_rows(trainer, model, inputs, items)
+    if trainer.by == "current":
+        return loss / trainer.current_gradient_accumulation_steps
+    return loss / trainer.args.gradient_accumulation_steps if trainer.by == "args" else loss
+
+
+def times_the_processes(trainer, model, inputs, items):
+    return of_tokens(trainer, model, inputs, items) * trainer.accelerator.num_processes
+
+
+OfRows, OfTokens, OfBoth = (
+    kind("OfRows", of_rows),
+    kind("OfTokens", of_tokens),
+    kind("OfBoth", of_both),
+)
+OfChance, HiddenChance = kind("OfChance", of_chance), kind("HiddenChance", of_hidden_chance)
+Failing, Own = kind("Failing", failing), kind("Own", of_its_own)
+Divides, TimesTheProcesses = kind("Divides", divided), kind("Times", times_the_processes)
 
 
 def trainer_of(kind, folder, accumulation=4, data=None):
@@ -96,14 +123,6 @@ def trainer_of(kind, folder, accumulation=4, data=None):
     trainer.remove_callback(PrinterCallback)
     trainer.model_accepts_loss_kwargs = kind in (OfTokens, Trainer)
     return trainer
-
-
-class Own(Trainer):
-    """Trainer's own loss, of what the model takes."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        inputs = {name: inputs[name] for name in ("input_ids", "labels")}
-        return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
 
 @pytest.mark.parametrize(("kind", "data"), [(OfRows, Streamed), (OfTokens, Rows)])
@@ -143,28 +162,13 @@ def test_what_cannot_be_asked_is_said_so(tmp_path):
         check_accumulation(trainer_of(Failing, tmp_path))
 
 
-class Divides(OfRows):
-    """A mean over rows, which may be divided by the micro-batches of a step."""
-
-    by = ""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs)
-        if self.by == "current":
-            return loss / self.current_gradient_accumulation_steps
-        return loss / self.args.gradient_accumulation_steps if self.by == "args" else loss
-
-
 def gradient_of(trainer):
     """The gradient that the trainer's first step is taken with."""
-    found = []
-    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.0)
-    trainer.optimizer.register_step_pre_hook(
-        lambda optimizer, *_: found.extend(p.grad.clone() for p in trainer.model.parameters())
-    )
-    trainer.args.max_grad_norm = 0.0
+    last = LastGradient()
+    trainer.add_callback(last)
+    trainer.args.max_grad_norm, trainer.args.max_steps = 0.0, 1
     trainer.train()
-    return found[: len(list(trainer.model.parameters()))]
+    return last.found
 
 
 @pytest.mark.parametrize(
@@ -182,16 +186,7 @@ def test_what_is_divided_by_the_micro_batches_is_judged_as_it_trains(scaled, by,
             check_accumulation(trainer)
     assert trainer.args.gradient_accumulation_steps == 4
     found = gradient_of(trainer)
-    same = [
-        torch.allclose(*pair, rtol=1e-4, atol=1e-7) for pair in zip(found, expected, strict=True)
-    ]
-    assert all(same) == is_right
-
-
-class TimesTheProcesses(OfTokens):
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-        return loss * self.accelerator.num_processes
+    assert torch.allclose(found, expected, rtol=1e-4, atol=1e-7) == is_right
 
 
 def judged_on_a_rank(folder: str) -> list[str]:

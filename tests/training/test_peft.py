@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.families import tiny_config
 from support.predicted import assert_same, config, tracked
-from support.trainers import SEQ, rows, small, trainer_for
-from transformers import BertConfig, BertForSequenceClassification, LlamaForSequenceClassification
+from support.trainers import SEQ, classifier, rows, small, trainer_for
+from transformers import LlamaForSequenceClassification
 
 from gradmem_lib import LoRALinear, Recipe, merge_adapters, predict, prepare
 from gradmem_lib.course import models
@@ -73,21 +73,13 @@ def random_additions(model):
     return model
 
 
-@pytest.mark.parametrize(
-    ("cfg", "change"),
-    [
-        (lambda: tiny_config("t5"), lambda model: add_lora(model, 3)),
-        (lambda: tiny_config("mixtral"), lambda model: add_lora(model, 3)),
-    ],
-    ids=["t5", "mixtral"],
-)
-def test_adapters_of_other_families_load_too(cfg, change, tmp_path):
+@pytest.mark.parametrize("family", ["t5", "mixtral"])
+def test_adapters_of_other_families_load_too(family, tmp_path):
     torch.manual_seed(0)
-    fresh = model_class(cfg())(cfg())
+    fresh = model_class(tiny_config(family))(tiny_config(family))
     model = copy.deepcopy(fresh)
-    change(model)
-    random_additions(model)
-    assert_peft_loads(model, fresh, tmp_path)
+    add_lora(model, 3)
+    assert_peft_loads(random_additions(model), fresh, tmp_path)
 
 
 def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
@@ -139,19 +131,17 @@ BATCH = {"input_ids": torch.randint(0, 512, (4, 16)), "labels": torch.randint(0,
 OPTIONS = {"lora_alpha": 16, "lora_dropout": 0.3, "target_modules": ["q_proj", "mlp.up_proj"]}
 
 
+def trained_numbers(model):
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def ours_and_theirs(dtype):
     """Two models with the same numbers."""
     theirs = wrapped(dtype=dtype, **OPTIONS)
     torch.manual_seed(0)
     ours = small().to(dtype)
-    recipe = Recipe(
-        precision=None,
-        attention=None,
-        lora_rank=4,
-        lora_targets=OPTIONS["target_modules"],
-        lora_alpha=OPTIONS["lora_alpha"],
-        lora_dropout=OPTIONS["lora_dropout"],
-    )
+    named = {"lora_alpha": 16, "lora_dropout": 0.3, "lora_targets": OPTIONS["target_modules"]}
+    recipe = Recipe(precision=None, attention=None, lora_rank=4, **named)
     prepare(ours, recipe)
     random_additions(ours)
     with torch.no_grad():
@@ -165,23 +155,19 @@ def ours_and_theirs(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_alpha_dropout_and_targets_are_pefts(dtype):
     ours, theirs, recipe = ours_and_theirs(dtype)
-    found = []
+    outputs = []
     for model in (ours, theirs):
         model.train()
         torch.manual_seed(3)  # dropout
-        out = model(**BATCH)
-        out.loss.backward()
-        grads = {}
-        for name, p in model.named_parameters():
-            if p.requires_grad:
-                name = name.removeprefix("base_model.model.")
-                name = name.replace("lora_A.default.weight", "A")
-                grads[name.replace("lora_B.default.weight", "B")] = p.grad
-        found.append((out.logits, grads))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1].keys() == found[1][1].keys()
-    for name, grad in found[0][1].items():
-        assert torch.equal(grad, found[1][1][name]) and grad.any()
+        outputs.append(model(**BATCH))
+        outputs[-1].loss.backward()
+    assert torch.equal(outputs[0].logits, outputs[1].logits)
+    assert trained_numbers(ours) == trained_numbers(theirs)
+    for name, module in adapters_of(ours).items():
+        their = theirs.base_model.model.get_submodule(name)
+        assert module.A.grad.any() and module.B.grad.any()
+        assert torch.equal(module.A.grad, their.lora_A["default"].weight.grad)
+        assert torch.equal(module.B.grad, their.lora_B["default"].weight.grad)
     ids = rows(2).ids
     assert torch.equal(logits(ours, ids), logits(theirs, ids))  # dropout is off
     # The bytes, measured in both and predicted.
@@ -200,23 +186,6 @@ def test_alpha_and_dropout_are_saved_for_peft(tmp_path):
     next(iter(adapters_of(ours).values())).dropout = 0.1
     with pytest.raises(ValueError, match=r"same rank, scale and dropout.*0\.1\) and .*0\.3\)"):
         save_adapters(ours, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"lora_rank": 4, "lora_dropout": 1.0}, "lora_dropout=1.0: give a number from 0"),
-        ({"lora_rank": 4, "lora_dropout": True}, "lora_dropout=True: give a number from 0"),
-        ({"lora_rank": 4, "lora_alpha": float("nan")}, "lora_alpha=nan: give a positive"),
-        ({"lora_alpha": 8}, "lora_alpha=8 without a rank"),
-        ({"lora_dropout": 0.1}, r"lora_dropout=0.1 without a rank"),
-        ({"lora_targets": "all-linear"}, "without a rank"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(given, says):
-    with pytest.raises(ValueError, match=says):
-        Recipe(**given)
-    assert Recipe(lora_rank=4, lora_targets="all-linear") == Recipe(lora_rank=4)
 
 
 def test_a_peft_model_is_trained_by_make_trainer_and_saved_as_its_own(tmp_path):
@@ -247,25 +216,14 @@ def test_a_merged_half_of_tied_weights_leaves_the_other_also_when_loaded(targets
     assert torch.allclose(logits(loaded, ids), wanted, atol=1e-5)
 
 
-class Attending(torch.nn.Module):
-    """Attention keeps its matrix under another name than a linear layer does."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = torch.nn.MultiheadAttention(16, 2)
+# Attention keeps its matrix under another name than a linear layer does.
+ATTENTION = torch.nn.ModuleDict({"attention": torch.nn.MultiheadAttention(16, 2)})
 
 
-def headless():
-    config = BertConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
-    )
-    return BertForSequenceClassification(config)
-
-
-@pytest.mark.parametrize(("make", "target"), [(headless, "query"), (Attending, "attention")])
-def test_what_has_no_head_and_what_has_no_plain_weight_is_merged(make, target):
-    model = peft.get_peft_model(make(), peft.LoraConfig(target_modules=[target]))
-    assert type(merge_adapters(model)) is type(make())
+@pytest.mark.parametrize(("model", "target"), [(classifier(), "query"), (ATTENTION, "attention")])
+def test_what_has_no_head_and_what_has_no_plain_weight_is_merged(model, target):
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=[target]))
+    assert type(merge_adapters(adapted)) is type(model)
 
 
 def test_a_trained_prompt_is_no_weight_to_merge():

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 import torch.nn.functional as F
+from support.trainers import small
 from torch import nn
 
-from gradmem_lib import GradScaler, Recipe, checkpoint_parts, merge_adapters, prepare, split, step
+from gradmem_lib import LoRALinear, Recipe, checkpoint_parts, merge_adapters, prepare, step
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.precision import MasterAdamW
@@ -34,23 +35,14 @@ def sgd(model: nn.Module) -> torch.optim.SGD:
 # A model that calls a part of it `module`.
 
 
-class ComparesRows(nn.Module):
-    def __init__(self):
+class HasABackbone(nn.Module):
+    def __init__(self, compares_rows: bool):
         super().__init__()
-        self.module = nn.Linear(4, 3)
+        self.module, self.compares_rows = nn.Linear(4, 3), compares_rows
 
     def forward(self, x):
         scores = self.module(x)
-        return scores - scores.mean(0)
-
-
-class HasABackbone(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.module, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
-
-    def forward(self, x, labels):
-        return F.cross_entropy(self.head(self.module(x)), labels)
+        return scores - scores.mean(0) * self.compares_rows
 
 
 def cross_entropy(model, batch):
@@ -58,11 +50,10 @@ def cross_entropy(model, batch):
 
 
 def test_a_model_with_a_part_called_module_is_asked_as_a_whole():
-    model = ComparesRows()
+    right, wrong = HasABackbone(False), HasABackbone(True)
+    step(right, sgd(right), rows(), IN_TWO, loss=cross_entropy)
     with pytest.raises(ValueError, match="no mean over labels or rows"):
-        step(model, sgd(model), rows(), IN_TWO, loss=cross_entropy)
-    whole = HasABackbone()
-    step(whole, sgd(whole), rows(), IN_TWO)
+        step(wrong, sgd(wrong), rows(), IN_TWO, loss=cross_entropy)
 
 
 # A loss that is another one in the next step.
@@ -119,134 +110,85 @@ def test_another_criterion_is_another_loss(monkeypatch):
     assert _identity(Job(plain)) != _identity(Job(weighted))  # one after the other
 
 
-# What is left after an error.
-
-
-def test_nothing_stays_installed_if_an_optimizer_cannot_be_made():
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(4)])
-    recipe = Recipe(precision=None, attention=None, checkpointing=2)
-    with pytest.raises(ValueError, match="learning rate"):
-        prepare(model, recipe, lr=-1.0)
-    prepare(model, recipe, lr=1e-3).undo.close()
-
-
 # Checkpoints around layers that are called in other ways.
 
 
-class Layers(nn.Module):
-    def __init__(self, between=None):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
-        self.between = between
+def outputs(layers, x):
+    found = []
+    for layer in layers:
+        x = layer(x)
+        found.append(x)
+    return found
 
-    def forward(self, x):
-        for number, layer in enumerate(self.layers):
-            if self.between == "left out" and number == 2:
-                continue
-            x_before, x = x, layer(x)
-            if self.between == "added in place":
-                x += x_before
-        return x.square().mean()
+
+def left_out(layers, x):
+    return outputs([*layers[:2], *layers[3:]], x)[-1]
+
+
+def added_in_place(layers, x):
+    for layer in layers:
+        before, x = x, layer(x)
+        x += before
+    return x
+
+
+def ends_early(layers, x):
+    return outputs(layers, x)[1]
+
+
+def sums(layers, x):
+    return sum(outputs(layers, x))
+
+
+def joins(layers, x):
+    found = outputs(layers, x)
+    return found[-1] + found[1]
 
 
 @pytest.mark.parametrize(
-    ("between", "says"),
-    [("left out", "has run already"), ("added in place", "changed in place")],
+    ("run", "every", "keep_last", "says"),
+    [
+        (left_out, 3, False, "has run already"),
+        (left_out, 3, True, "has run already"),
+        (added_in_place, 3, False, "changed in place"),
+        (added_in_place, 3, True, "changed in place"),
+        (ends_early, 3, None, "elsewhere"),
+        (sums, 3, None, "elsewhere"),
+        (joins, 3, None, "elsewhere"),
+        (ends_early, [2, 4], None, None),
+        (sums, [2, 4], None, "^end a segment at layer.*elsewhere"),
+        (joins, [2, 4], None, None),
+    ],
 )
-def test_a_segment_whose_layers_are_not_called_in_a_row_is_refused(between, says):
-    model = Layers(between)
-    for keep_last in (False, True):
-        checkpoints = checkpoint_layers(model.layers, 3, keep_last=keep_last)
-        with checkpoints, pytest.raises(RuntimeError, match=says):
-            model(torch.randn(2, 4))
-    with checkpoint_layers(model.layers, 1):
-        model(torch.randn(2, 4)).backward()
+def test_layers_of_a_segment_run_in_a_row_and_their_outputs_have_no_other_use(
+    run, every, keep_last, says
+):
+    layers, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), torch.randn(2, 4)
 
+    def gradient():
+        return torch.autograd.grad(run(layers, x).sum(), layers[0].weight)[0]
 
-class UsesOutputs(Layers):
-    """Ends before the last layer, adds up the outputs, or joins an early one to the last."""
-
-    def forward(self, x):
-        outputs = []
-        for layer in self.layers:
-            x = layer(x)
-            outputs.append(x)
-        return {"ends": outputs[1], "sums": sum(outputs), "joins": x + outputs[1]}[self.between]
-
-
-@pytest.mark.parametrize("use", ["ends", "sums", "joins"])
-def test_an_output_inside_a_segment_has_no_other_use(use):
-    model, x = UsesOutputs(use), torch.randn(2, 4)
-    expected = torch.autograd.grad(model(x).sum(), model.layers[0].weight)[0]
-    for every in (1, [2, 4]):
-        with checkpoint_layers(model.layers, every):
-            if use == "sums" and every != 1:
-                with pytest.raises(RuntimeError, match=r"^end a segment at layer.*elsewhere"):
-                    model(x).sum().backward()
-                continue
-            (found,) = torch.autograd.grad(model(x).sum(), model.layers[0].weight)
-            assert torch.equal(found, expected)
-    with checkpoint_layers(model.layers, 3), pytest.raises(RuntimeError, match="elsewhere"):
-        model(x).sum().backward()
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)))
-
-
-class Block(nn.Module):
-    def __init__(self, in_place):
-        super().__init__()
-        self.mlp, self.in_place = Mlp(), in_place
-
-    def forward(self, x):
-        x = x * 1.0
-        if self.in_place:
-            x += self.mlp(x)
-            return x
-        return x + self.mlp(x)
-
-
-@pytest.mark.parametrize("in_place", [False, True])
-def test_what_a_checkpointed_part_was_called_with_may_not_change(in_place):
-    blocks = nn.Sequential(Block(in_place), Block(in_place))
-    x = torch.randn(2, 4)
-    with checkpoint_parts(blocks, Mlp), torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = blocks(x).square().mean()
-        if in_place:
-            with pytest.raises(RuntimeError, match="changed in place later"):
-                loss.backward()
+    expected = gradient()
+    with checkpoint_layers(layers, 1):
+        assert torch.equal(gradient(), expected)
+    with checkpoint_layers(layers, every, keep_last=keep_last):
+        if says:
+            with pytest.raises(RuntimeError, match=says):
+                gradient()
         else:
-            loss.backward()
+            assert torch.equal(gradient(), expected)
 
 
 # Adapters.
 
 
-class Tied(nn.Module):
-    """As nanoGPT ties its head."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
-        self.embed.weight = self.head.weight
-
-    def forward(self, ids):
-        return self.head(self.embed(ids))
-
-
 def test_a_merged_head_leaves_the_embedding_as_it_is():
-    model, ids = Tied(), torch.arange(9)[None]
-    add_lora(model, 2)
-    nn.init.normal_(model.head.B)
-    before = model(ids)
+    model, ids = small(tied=True), torch.arange(9)[None]
+    model.lm_head = LoRALinear(model.lm_head, 2)
+    nn.init.normal_(model.lm_head.B)
+    before = model(ids).logits
     merge_adapters(model)
-    torch.testing.assert_close(model(ids), before)
+    torch.testing.assert_close(model(ids).logits, before)
 
 
 # Batches and labels.
@@ -269,21 +211,6 @@ def test_a_row_alone_is_asked_about_beside_another_class():
         assert group["labels"].tolist() == [label, other]
 
 
-WITH_LISTS = [
-    (["a", "b", "c"], torch.arange(3)),
-    {"x": torch.arange(3), "w": [1.0, 2.0, 3.0]},
-]
-
-
-@pytest.mark.parametrize("batch", WITH_LISTS)
-def test_a_list_with_a_value_for_each_row_is_refused(batch):
-    with pytest.raises(ValueError, match="only tensors are cut"):
-        next(split(batch, 1))
-    next(split(batch, 3))  # in one piece, it need not be cut
-    pieces = split({"x": torch.arange(4), "size": [224, 224]}, 2)  # which is no list of rows
-    assert [piece["size"] for piece in pieces] == [[224, 224]] * 2
-
-
 def test_a_closure_computes_the_gradients_of_the_master_weights():
     model = nn.Linear(4, 3).bfloat16()
     optimizer, before = MasterAdamW(model.parameters(), lr=0.1), model.weight.clone()
@@ -297,16 +224,12 @@ def test_a_closure_computes_the_gradients_of_the_master_weights():
     assert not model.weight.equal(before)
 
 
-# Names of layers, of which only some are there.
-
-
 # Losses and gradients that are not finite.
 
 
-class Deep(nn.Sequential):
-    def __init__(self):
-        torch.manual_seed(0)
-        super().__init__(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
 def in_float32(model, batch):
@@ -323,7 +246,7 @@ HOW = [
 
 @pytest.mark.parametrize("recipe", HOW)
 def test_a_row_that_makes_the_loss_nan_is_named_and_changes_nothing(recipe):
-    model, batch = Deep(), rows(8)
+    model, batch = deep(), rows(8)
     run = prepare(model, recipe)
     before = [parameter.clone() for parameter in model.parameters()]
     batch["x"][5] = torch.nan
@@ -334,38 +257,16 @@ def test_a_row_that_makes_the_loss_nan_is_named_and_changes_nothing(recipe):
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("scaler", [GradScaler(), torch.amp.GradScaler("cpu")])
-def test_a_scaler_gets_its_chance_to_skip(scaler):
-    recipe, model = replace(IN_TWO, precision="autocast-fp16"), Deep()
-    optimizer, batch = sgd(model), rows(8)
-    before = [parameter.clone() for parameter in model.parameters()]
-    wide = batch | {"x": batch["x"] * torch.tensor([1.0, 1e6])[(torch.arange(8) == 5).long(), None]}
-    step(model, optimizer, wide, recipe, loss=in_float32, scaler=scaler)
-    assert all(map(torch.equal, model.parameters(), before))
-    step(model, optimizer, batch, recipe, loss=in_float32, scaler=scaler)
-    assert not any(map(torch.equal, model.parameters(), before))
-
-
 def test_a_gradient_that_overflows_makes_no_step():
     recipe = replace(IN_TWO, precision="autocast-fp16")
-    model = Deep()
+    model = deep()
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ValueError, match=r"a gradient is not finite.*scaler=GradScaler\(\)"):
         step(model, sgd(model), rows(), recipe, loss=lambda *given: 1e4 * in_float32(*given))
     assert all(map(torch.equal, model.parameters(), before))
 
 
-def test_no_finite_row_is_said():
-    model, batch = Deep(), rows()
-    batch["x"] *= torch.inf
-    with pytest.raises(ValueError, match=r"the loss is not finite.*row 1 of micro-"):
-        step(model, sgd(model), batch, IN_TWO, loss=in_float32)
-
-
-def as_it_is(model: nn.Module) -> list:
-    return [(type(m), {**vars(m)}) for m in model.modules()] + [
-        (p.requires_grad, p.dtype) for p in model.parameters()
-    ]
+# What is left after an error.
 
 
 class TakesNoOverride(nn.Linear):
@@ -375,31 +276,40 @@ class TakesNoOverride(nn.Linear):
         super().__setattr__(name, value)
 
 
-def test_an_error_half_way_leaves_no_part_checkpointed():
-    layers = nn.Sequential(*(nn.Sequential(kind(4, 4)) for kind in (nn.Linear, TakesNoOverride)))
-    before = as_it_is(layers)
-    with pytest.raises(AttributeError, match="closed"):
-        checkpoint_parts(layers, nn.Linear)
-    assert as_it_is(layers) == before
+def in_layers(*kinds):
+    return nn.Sequential(*(nn.Sequential(kind(4, 4)) for kind in kinds))
+
+
+def prepared(model, **given):
+    rate = given.pop("lr", 1e-3)
+    prepare(model, Recipe(**{"precision": None, "attention": None} | given), lr=rate)
+
+
+HEAD = "no linear layer is called 'head'"
 
 
 @pytest.mark.parametrize(
-    ("model", "given"),
+    ("model", "run", "given", "says"),
     [
-        (nn.Linear(4, 4), {"rank": 2}),
-        (nn.Sequential(nn.Linear(4, 4)), {"rank": 0}),
-        (nn.Sequential(nn.Linear(4, 4)), {"rank": 2, "targets": ("head",)}),
+        (in_layers(nn.Linear), prepared, {"checkpointing": 1, "lr": -1.0}, "learning rate"),
+        (in_layers(nn.Linear, TakesNoOverride), checkpoint_parts, {"part": nn.Linear}, "closed"),
+        (nn.Linear(4, 4), add_lora, {"rank": 2}, "no linear layer"),
+        (in_layers(nn.Linear), add_lora, {"rank": 0}, "rank of at least 1"),
+        (in_layers(nn.Linear), add_lora, {"rank": 2, "targets": ("head",)}, HEAD),
+        (
+            in_layers(nn.Linear),
+            prepared,
+            {"precision": "bf16", "lora_rank": 2, "lora_targets": ("head",)},
+            HEAD,
+        ),
     ],
 )
-def test_refused_lora_leaves_the_model_as_it_is(model, given):
-    before = as_it_is(model)
-    with pytest.raises(ValueError, match=r"no linear layer|rank of at least 1"):
-        add_lora(model, **given)
-    assert as_it_is(model) == before
+def test_what_is_refused_leaves_the_model_as_it_is(model, run, given, says):
+    def as_it_is():
+        parts = [(type(m), {**vars(m)}) for m in model.modules()]
+        return parts, [(p.requires_grad, p.dtype) for p in model.parameters()]
 
-
-def test_a_recipe_with_a_wrong_target_rounds_no_weight():
-    model = nn.Sequential(nn.Linear(4, 4))
-    with pytest.raises(ValueError, match="no linear layer is called 'head'"):
-        prepare(model, Recipe(precision="bf16", lora_rank=2, lora_targets=("head",)))
-    assert next(model.parameters()).dtype == torch.float32
+    before = as_it_is()
+    with pytest.raises((ValueError, AttributeError), match=says):
+        run(model, **given)
+    assert as_it_is() == before

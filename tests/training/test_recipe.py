@@ -38,7 +38,12 @@ from gradmem_lib.techniques.quantized import Linear4bit
         ({"in_backward": True, "accumulation": 2}, "choose one of the two"),
         ({"in_backward": True, "precision": "autocast-fp16"}, "with precision='autocast-fp16'"),
         ({"lora_rank": 2.5}, "whole number"),
-        ({"lora_targets": ["q_proj"]}, "lora_rank"),
+        ({"lora_targets": "all-linear"}, "without a rank"),
+        ({"lora_alpha": 8}, "lora_alpha=8 without a rank"),
+        ({"lora_dropout": 0.1}, r"lora_dropout=0.1 without a rank"),
+        ({"lora_rank": 4, "lora_dropout": 1.0}, "lora_dropout=1.0: give a number from 0"),
+        ({"lora_rank": 4, "lora_dropout": True}, "lora_dropout=True: give a number from 0"),
+        ({"lora_rank": 4, "lora_alpha": float("nan")}, "lora_alpha=nan: give a positive"),
         ({"momentum": 1, "optimizer": "sgd"}, "below 1"),
         ({"precision": "float32-master", "optimizer": "sgd"}, "choose an AdamW"),
         ({"chunked_loss": 1024}, "True or False"),
@@ -177,6 +182,7 @@ def test_a_recipe_is_a_key():
     """
     recipe = Recipe(checkpointing=[2, 1])
     assert {recipe: 1}[Recipe(checkpointing=(2, 1))] == 1
+    assert Recipe(lora_rank=4, lora_targets="all-linear") == Recipe(lora_rank=4)
     with pytest.raises(FrozenInstanceError):
         recipe.precision = "bf16"
 
@@ -205,22 +211,26 @@ LAID_OUT = {
 }
 
 
+def end_of(kind, start, gradients, **settings):
+    """Where steps with these gradients lead."""
+    parameter = nn.Parameter(start.clone())
+    optimizer = kind([parameter], **settings)
+    for gradient in gradients:
+        parameter.grad = gradient.to(start.dtype)
+        optimizer.step()
+    return parameter.detach()
+
+
 @pytest.mark.parametrize("how", LAID_OUT)
 # With 8-bit states, of a whole number of blocks and not; and, below 4,096 numbers, without.
 @pytest.mark.parametrize("width", [9, 3])
 def test_8bit_steps_go_where_those_of_32_bits_go(how, width):
     torch.manual_seed(0)
-    start = LAID_OUT[how](torch.randn(16, width, 5, 6))
-    gradients = [LAID_OUT[how](torch.randn(16, width, 5, 6)) for _ in range(3)]
-    ends = []
-    for kind in (AdamW8bit, torch.optim.AdamW):
-        p = nn.Parameter(start.clone())
-        optimizer = kind([p], lr=0.01, weight_decay=0.1)
-        for p.grad in gradients:
-            optimizer.step()
-        ends.append(p.detach())
-    assert ends[0].stride() == start.stride()
-    assert (ends[0] - ends[1]).abs().max() < (1e-6 if width == 3 else 0.002)
+    start, *gradients = (LAID_OUT[how](torch.randn(16, width, 5, 6)) for _ in range(4))
+    kinds = AdamW8bit, torch.optim.AdamW
+    ours, theirs = (end_of(kind, start, gradients, lr=0.01, weight_decay=0.1) for kind in kinds)
+    assert ours.stride() == start.stride()
+    assert (ours - theirs).abs().max() < (1e-6 if width == 3 else 0.002)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.complex64, torch.float64])
@@ -229,26 +239,20 @@ def test_masters_are_adamw_in_float32_rounded_or_in_what_holds_more(dtype):
     torch.manual_seed(0)
     start = torch.randn(4, 75, dtype=dtype)
     gradients = [torch.randn(4, 75, dtype=dtype) + 0.5 for _ in range(20)]
-    ends = []
-    wide = torch.promote_types(dtype, torch.float32)
-    for kind, held in ((MasterAdamW, dtype), (torch.optim.AdamW, wide)):
-        p = nn.Parameter(start.clone().to(held))
-        optimizer = kind([p], lr=1e-4)
-        for gradient in gradients:
-            p.grad = gradient.to(held)
-            optimizer.step()
-        ends.append(p.detach().to(dtype))
-    assert not torch.equal(ends[0], start)
-    torch.testing.assert_close(*ends, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
+    wide = start.to(torch.promote_types(dtype, torch.float32))
+    ours = end_of(MasterAdamW, start, gradients, lr=1e-4)
+    theirs = end_of(torch.optim.AdamW, wide, gradients, lr=1e-4).to(dtype)
+    assert not torch.equal(ours, start)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12 if dtype == torch.float64 else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("frozen", [None, "hidden", "weight"])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_chunked_cross_entropy_is_cross_entropy(frozen, autocast):
     torch.manual_seed(0)
-    tensors = {"hidden": torch.randn(50, 12), "weight": torch.randn(30, 12)}
+    hidden, weight = torch.randn(50, 12), torch.randn(30, 12)
+    tensors = {"hidden": hidden, "weight": weight}
     trained = [t.requires_grad_() for name, t in tensors.items() if name != frozen]
-    hidden, weight = tensors.values()
     labels = torch.randint(0, 30, (50,))
     labels[::7] = -100
     own = nn.functional.cross_entropy(hidden @ weight.T, labels)
@@ -275,38 +279,41 @@ def test_a_chunk_is_let_go_before_the_next():
     assert 2 * logits < peaks[0] and peaks[1] - peaks[0] < logits // 10
 
 
-@pytest.mark.parametrize("kind", [nn.Linear, transformers.pytorch_utils.Conv1D])
-def test_lora_starts_at_the_base_is_scaled_by_alpha_over_rank_and_merges(kind):
-    torch.manual_seed(0)
-    base, x = kind(6, 10) if kind is nn.Linear else kind(10, 6), torch.randn(4, 6)
+CONV1D = transformers.pytorch_utils.Conv1D(10, 6)
+
+
+@pytest.mark.parametrize("base", [nn.Linear(6, 10), CONV1D])
+def test_lora_starts_at_the_base_is_scaled_by_alpha_over_rank_and_merges(base):
     torch.manual_seed(1)
-    layer = LoRALinear(base, 3, alpha=12)
+    layer, x = LoRALinear(base, 3, alpha=12), torch.randn(4, 6)
     torch.manual_seed(1)
     assert torch.equal(layer.A, nn.Linear(6, 3, bias=False).weight)
     assert torch.equal(layer(x), base(x)) and LoRALinear(base, 3).scale == 2
     assert [name for name, p in layer.named_parameters() if p.requires_grad] == ["A", "B"]
     nn.init.normal_(layer.B)
-    expected = layer(x)
-    torch.testing.assert_close(expected - base(x), 4 * (x @ layer.A.T @ layer.B.T))
+    expected = base(x) + 4 * (x @ layer.A.T @ layer.B.T)
+    torch.testing.assert_close(layer(x), expected)
     torch.testing.assert_close(layer.merged()(x), expected)
 
 
+class Router(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), x
+
+
+class NeedsMore(nn.Linear):
+    def forward(self, x, residual):
+        return super().forward(x) + residual
+
+
+class Loud(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
 def test_linear_layers_take_a_tensor_and_return_one():
-    class Router(nn.Linear):
-        def forward(self, x):
-            return super().forward(x), x
-
-    class NeedsMore(nn.Linear):
-        def forward(self, x, residual):
-            return super().forward(x) + residual
-
-    class Loud(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
-
-    kinds = {"router": Router, "more": NeedsMore, "loud": Loud, "plain": nn.Linear}
-    model = nn.ModuleDict({name: kind(4, 4) for name, kind in kinds.items()})
-    assert set(linear_layers(model)) == {"loud", "plain"}
+    model = nn.Sequential(Router(4, 4), NeedsMore(4, 4), Loud(4, 4), nn.Linear(4, 4))
+    assert list(linear_layers(model)) == ["2", "3"]
 
 
 @pytest.mark.parametrize(

@@ -8,46 +8,34 @@ import copy
 
 import pytest
 import torch
-from support.trainers import small, trainer_for
-from transformers import BertConfig, BertLMHeadModel, GPT2Config, GPT2LMHeadModel
+from support.families import tiny_config, with_dropout
+from support.trainers import trainer_for
+from transformers import BertLMHeadModel, GPT2LMHeadModel, LlamaForCausalLM
 
 from gradmem_lib import Recipe
 from gradmem_lib.training.text_rows import collate_text
 
 LENGTHS = (3, 17, 8, 2, 30, 5, 11, 8)
-
-
-def gpt2():
-    return GPT2LMHeadModel(
-        GPT2Config(vocab_size=512, n_embd=32, n_layer=2, n_head=2, n_positions=64, resid_pdrop=0)
-    ).eval()
-
-
-def bidirectional():
-    """Without the mask it would read the padding."""
-    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return BertLMHeadModel(BertConfig(vocab_size=512, intermediate_size=64, **sizes))
+# Without the mask, BERT, which looks both ways, would read the padding.
+MODELS = {"llama": LlamaForCausalLM, "gpt2": GPT2LMHeadModel, "bert": BertLMHeadModel}
 
 
 def texts(with_mask: bool) -> list[dict]:
     generator = torch.Generator().manual_seed(3)
     rows = []
     for length in LENGTHS:
-        ids = torch.randint(1, 512, (length,), generator=generator).tolist()
-        rows.append({"input_ids": ids} | ({"attention_mask": [1] * length} if with_mask else {}))
+        rows.append({"input_ids": torch.randint(1, 96, (length,), generator=generator).tolist()})
+        if with_mask:
+            rows[-1]["attention_mask"] = [1] * length
     return rows
 
 
-@pytest.mark.parametrize("build", [small, gpt2, bidirectional])
+@pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("with_mask", [False, True])
-def test_unequal_rows_without_labels_train_as_each_row_alone(build, with_mask, tmp_path):
+def test_unequal_rows_without_labels_train_as_each_row_alone(family, with_mask, tmp_path):
     torch.manual_seed(0)
-    model = build()
-    for part in model.modules():
-        if isinstance(part, torch.nn.Dropout):
-            part.p = 0.0
-    alone = copy.deepcopy(model)
-    rows = texts(with_mask)
+    model = MODELS[family](with_dropout(tiny_config(family), 0.0))
+    alone, rows = copy.deepcopy(model), texts(with_mask)
     for row in rows:
         ids = torch.tensor([row["input_ids"]])
         loss = alone(input_ids=ids, labels=ids).loss * (ids.numel() - 1)
@@ -61,10 +49,8 @@ def test_unequal_rows_without_labels_train_as_each_row_alone(build, with_mask, t
 
 
 def test_other_rows_are_collated_as_before():
-    equal = [{"input_ids": [1, 2], "labels": [1, 2]}] * 2
-    assert {name: x.tolist() for name, x in collate_text(equal).items()} == {
-        "input_ids": [[1, 2], [1, 2]],
-        "labels": [[1, 2], [1, 2]],
-    }
+    equal = collate_text([{"input_ids": [1, 2], "labels": [3, 4]}] * 2)
+    assert equal.keys() == {"input_ids", "labels"}
+    assert equal["input_ids"].tolist() == [[1, 2]] * 2 and equal["labels"].tolist() == [[3, 4]] * 2
     assert "pixel_values" in collate_text([{"input_ids": [1], "pixel_values": [0.5]}])
     assert "attention_mask" not in collate_text([{"input_ids": [1, 2]}, {"input_ids": [3, 4]}])

@@ -5,6 +5,7 @@ processes; a budget.
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -39,10 +40,8 @@ def test_losses_are_shown_but_where_nothing_moves(kernel, moves, seen, tmp_path,
     monkeypatch.setattr(of_trainer, "live_enabled", lambda: moves)
     trainer = trainer_for(small(), Recipe(), tmp_path, progress=None)
     kinds = {type(callback) for callback in trainer.callback_handler.callbacks}
-    assert (
-        trainer.args.disable_tqdm is not seen
-        and bool(kinds & {ProgressCallback, PrinterCallback}) == seen
-    )
+    assert trainer.args.disable_tqdm is not seen
+    assert bool(kinds & {ProgressCallback, PrinterCallback}) == seen
 
 
 def test_two_cards_without_a_group_are_refused(tmp_path, monkeypatch):
@@ -62,16 +61,6 @@ def test_what_happens_between_steps_is_in_no_steps_peak(tmp_path):
     assert trainer.memory.peak.total > 4 * 10**7 and second < 1.1 * first < 2 * 10**7
 
 
-class Ragged(torch.utils.data.Dataset):
-    """Rows of unequal length, which only a collator can put together."""
-
-    def __len__(self):
-        return 8
-
-    def __getitem__(self, index):
-        return {"ids": torch.arange(1, 6 + 5 * index) % 512}
-
-
 def collated(rows):
     ids = nn.utils.rnn.pad_sequence(
         [row["ids"] for row in rows], batch_first=True, padding_value=-100
@@ -79,29 +68,24 @@ def collated(rows):
     return {"input_ids": ids.clamp(min=0), "attention_mask": (ids != -100).long(), "labels": ids}
 
 
-def test_it_takes_a_collator_and_a_tokenizer(tmp_path):
-    class Words:
-        def save_pretrained(self, folder):
-            (tmp_path / "words").write_text(folder)
+class Words:
+    def save_pretrained(self, folder):
+        Path(folder, "words").touch()
 
-    given = {
-        "train_dataset": Ragged(),
-        "remove_unused_columns": False,
-        "data_collator": collated,
-        "max_steps": 1,
-    }
+
+def test_it_takes_a_collator_and_a_tokenizer(tmp_path):
+    rows = [{"ids": torch.arange(1, 6 + 5 * i)} for i in range(8)]  # of unequal lengths
+    given = {"train_dataset": rows, "remove_unused_columns": False, "max_steps": 1}
+    given |= {"data_collator": collated, "processing_class": Words()}
     losses = []
     for accumulation in (1, 4):
-        trainer = trainer_for(
-            small(), Recipe(accumulation=accumulation), tmp_path, processing_class=Words(), **given
-        )
+        trainer = trainer_for(small(), Recipe(accumulation=accumulation), tmp_path, **given)
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
-    batch = collated([Ragged()[i] for i in range(8)])
-    expected = small().train()(**batch).loss.item()
+    expected = small().train()(**collated(rows)).loss.item()
     assert losses == pytest.approx([expected, expected], rel=1e-5)
     trainer.save_model()
-    assert (tmp_path / "words").exists()
+    assert (tmp_path / "out" / "words").exists()
 
 
 @pytest.mark.parametrize("ours", [True, False])
@@ -116,12 +100,8 @@ def test_auto_find_batch_size_answers_a_budget_with_fewer_rows(ours, tmp_path):
         trainer.train()
         memory = trainer.memory
     else:
-        args = plain_arguments(
-            tmp_path,
-            per_device_train_batch_size=8,
-            optim="adamw_torch",
-            auto_find_batch_size=True,
-        )
+        given = {"per_device_train_batch_size": 8, "auto_find_batch_size": True}
+        args = plain_arguments(tmp_path, optim="adamw_torch", **given)
         with MemoryCallback(live=False, budget=budget) as memory:
             trainer = Trainer(small(), args, train_dataset=rows(), callbacks=[memory])
             trainer.train()

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +14,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from support.gradients import error, gradient
 from support.refusals import refusal
+from support.trainers import LastGradient, trainer_for
 from torch.nn.parallel import DistributedDataParallel
-from transformers import TrainerCallback
 
-from gradmem_lib import Recipe, accumulate_gradients, make_trainer, next_token_loss
+from gradmem_lib import Recipe, accumulate_gradients, next_token_loss
 from gradmem_lib.course import models, run_ranks
 
 pytestmark = pytest.mark.usefixtures("interruptible")
@@ -62,26 +64,11 @@ def plain(windows):
     return found
 
 
-class Look(TrainerCallback):
-    def __init__(self):
-        self.found = []
-
-    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
-        there = any(p.grad is not None for p in model.parameters())
-        self.found.append(gradient(model) if there else None)
-
-
-def settings(folder, **given):
-    return {
-        "output_dir": str(folder),
-        "live": False,
-        "progress": False,
-        "max_grad_norm": 0.0,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "train_sampling_strategy": "sequential",
-    } | given
+def trainer_of(folder, recipe, model=None, **given):
+    """A trainer of rows in their order, and the gradients of its steps."""
+    look = LastGradient()
+    settings = {"learning_rate": RATE, "callbacks": [look], "in_order": True} | given
+    return trainer_for(model or tiny(), recipe, folder, **settings), look
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -93,20 +80,12 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 def test_a_streamed_window_ends_with_its_epoch(tmp_path):
-    rows, accumulation, epoch = 7, 3, [[0, 1, 2], [3, 4, 5], [6]]
-    expected, look = plain([*epoch, *epoch]), Look()
-    trainer = make_trainer(
-        tiny(),
-        Recipe(accumulation=accumulation, optimizer="sgd"),
-        batch_size=accumulation,
-        train_dataset=Stream(rows),
-        callbacks=[look],
-        **settings(tmp_path, max_steps=2 * len(epoch)),
-    )
+    epoch = [[0, 1, 2], [3, 4, 5], [6]]
+    recipe, given = Recipe(accumulation=3, optimizer="sgd"), {"batch_size": 3, "max_steps": 6}
+    trainer, look = trainer_of(tmp_path, recipe, train_dataset=Stream(7), **given)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    assert len(look.found) == 2 * len(epoch)
-    for found, logged, (right, loss) in zip(look.found, losses, expected, strict=True):
+    for found, logged, (right, loss) in zip(look.all, losses, plain(2 * epoch), strict=True):
         assert error(found, right) <= 1e-5
         assert logged == pytest.approx(loss.item(), rel=1e-5)
 
@@ -129,21 +108,14 @@ class Rows(torch.utils.data.Dataset):
 def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path):
     windows = [(0, 1), (2, 3), (4, 5)]
     expected = plain([window for window in windows if window[0] not in empty])
-    look = Look()
-    trainer = make_trainer(
-        tiny(),
-        Recipe(accumulation=2, optimizer="sgd"),
-        batch_size=2,
-        train_dataset=Rows(6, empty),
-        callbacks=[look],
-        **settings(tmp_path, num_train_epochs=1),
-    )
+    given = {"batch_size": 2, "train_dataset": Rows(6, empty), "max_steps": 3}
+    trainer, look = trainer_of(tmp_path, Recipe(accumulation=2, optimizer="sgd"), **given)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer.train()
     assert sum("has a label" in str(each.message) for each in said) == 1
     assert trainer.empty_windows == len(empty) // 2 and trainer.state.global_step == 3
-    found = [each for each in look.found if each is not None]
+    found = [each for each in look.all if each is not None]
     for ours, (theirs, _) in zip(found, expected, strict=True):
         assert error(ours, theirs) <= 1e-5
 
@@ -151,14 +123,10 @@ def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path
 @pytest.mark.parametrize(("accumulation", "chunked"), [(2, False), (7, True)])
 def test_eval_loss_is_one_number(accumulation, chunked, tmp_path):
     total, count = summed(tiny(torch.float64), [0, 2, 3, 4, 5, 6])
-    trainer = make_trainer(
-        tiny(),
-        Recipe(accumulation=accumulation, chunked_loss=chunked),
-        batch_size=14 // 2 * accumulation,
-        eval_dataset=Rows(7, [1]),
-        per_device_eval_batch_size={2: 3, 7: 1}[accumulation],
-        **settings(tmp_path),
-    )
+    recipe = Recipe(accumulation=accumulation, chunked_loss=chunked)
+    given = {"batch_size": 7 * accumulation, "eval_dataset": Rows(7, [1])}
+    given["per_device_eval_batch_size"] = {2: 3, 7: 1}[accumulation]
+    trainer, _ = trainer_of(tmp_path, recipe, **given)
     assert trainer.evaluate()["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
 
 
@@ -176,17 +144,10 @@ def test_losses_of_ones_own_that_are_means_are_taken(given, tmp_path):
     exact, rows = tiny(torch.float64), batch(range(4))
     as_trainer_wants_it(exact(input_ids=rows["input_ids"]), rows["labels"]).backward()
     expected = gradient(exact)
-    look = Look()
-    trainer = make_trainer(
-        tiny(),
-        Recipe(accumulation=4, optimizer="sgd"),
-        batch_size=4,
-        train_dataset=Rows(4),
-        callbacks=[look],
-        **settings(tmp_path, max_steps=1, **given),
-    )
+    given |= {"batch_size": 4, "train_dataset": Rows(4), "max_steps": 1}
+    trainer, look = trainer_of(tmp_path, Recipe(accumulation=4, optimizer="sgd"), **given)
     trainer.train()
-    assert error(look.found[0], expected) <= 1e-5
+    assert error(look.found, expected) <= 1e-5
 
 
 class Worse(type(tiny())):
@@ -194,20 +155,21 @@ class Worse(type(tiny())):
 
     def forward(self, input_ids=None, labels=None, **inputs):
         out = super().forward(input_ids, labels=labels, **inputs)
-        out.loss = out.loss + out.logits.std(0).mean()
+        out.loss = out.loss + self.more(out.logits)
         return out
 
+    def more(self, logits):
+        return logits.std(0).mean()
 
-class Counts(type(tiny())):
+
+class Counts(Worse):
     """Its loss grows with each forward."""
 
     calls = 0
 
-    def forward(self, input_ids=None, labels=None, **inputs):
+    def more(self, logits):
         self.calls += self.training
-        out = super().forward(input_ids, labels=labels, **inputs)
-        out.loss = out.loss * (1 + self.calls / 100)
-        return out
+        return self.calls / 100
 
 
 def in_two_processes(folder):
@@ -219,14 +181,15 @@ def in_two_processes(folder):
         )
     }
     recipe = Recipe(accumulation=2, optimizer="sgd")
-    look = Look()
-    given = settings(folder, batch_size=2, callbacks=[look], train_dataset=Rows(7), max_steps=1)
-    trainer = make_trainer(tiny(), recipe, eval_dataset=Rows(7), **given)
+    given = {"batch_size": 2, "train_dataset": Rows(7), "eval_dataset": Rows(7), "max_steps": 1}
+    trainer, look = trainer_of(Path(folder), replace(recipe, sharding="ddp"), **given)
     trainer.train()
-    found["gradient"] = look.found[0]
+    assert type(trainer.model_wrapped) is DistributedDataParallel
+    found["gradient"] = look.found
     found["eval_loss"] = trainer.evaluate()["eval_loss"]
     for kind in (Worse, Counts):
-        found[kind.__name__] = refusal(make_trainer(kind(tiny().config), recipe, **given).train)
+        trainer, _ = trainer_of(Path(folder), recipe, kind(tiny().config), **given)
+        found[kind.__name__] = refusal(trainer.train)
     return rank, found
 
 

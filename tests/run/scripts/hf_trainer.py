@@ -31,15 +31,8 @@ def compute_metrics(prediction):
 
 def main():
     set_seed(0)
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=512, intermediate_size=64, **sizes)
     trainer = Trainer(
         model=LlamaForCausalLM(config),
         args=TrainingArguments(
