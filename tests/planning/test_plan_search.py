@@ -20,7 +20,6 @@ from gradmem_lib.planning.bounds import bound_by_known, bound_by_sizes
 from gradmem_lib.planning.cards import Card, find_card
 from gradmem_lib.planning.held import (
     resident_bytes,
-    saved_by_forward_per_token,
     saved_bytes_per_token,
 )
 from gradmem_lib.planning.options import EQUAL_TIME, ordered
@@ -193,18 +192,6 @@ def test_one_cut_in_pieces_says_what_more_pieces_need(pieces, others, searching)
         known.prediction.timeline.rows[1, 4] += 2**30  # those that are about to be cut
         assert bound_by_known(search, recipe, known) == least
         known.prediction.timeline.rows[:] = rows
-
-
-def test_one_cut_in_pieces_says_of_the_whole_what_it_has_beside_gradients(searching):
-    search = searching()
-    known = search.option(replace(BF16, accumulation=4))
-    rows = known.prediction.timeline.rows
-    beside_gradients = (rows[:, 2] - rows[:, 4]).max()
-    least = bound_by_known(search, BF16, known)
-    # What a forward saves for the other rows comes on top.
-    saved = saved_by_forward_per_token(search.work, BF16)
-    assert beside_gradients < least <= beside_gradients + 3 * search.units * saved
-    assert least <= search.option(BF16).prediction.peak.total
 
 
 def test_by_its_sizes_a_recipe_in_pieces_holds_gradients_while_it_keeps_activations(searching):

@@ -14,6 +14,7 @@ from support.predicted import (
     BATCH,
     RECIPES,
     SEQ,
+    adapted,
     assert_same,
     config,
     measured,
@@ -25,7 +26,6 @@ from torch import nn
 from gradmem_lib import MemoryTracker, Recipe, known_model, predict
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.techniques.lora import add_lora
 
 # Each recipe on one family, and each optimizer and way on others: tied weights, biases, transposed
 # matrices, layers that take turns, pictures.
@@ -139,14 +139,6 @@ def test_a_well_known_name_is_predicted_without_a_network(monkeypatch):
         predict(given, **asked) for given in ("SmolLM2-135M", known_model("SmolLM2-135M")[1])
     )
     assert by_name.peak == by_config.peak and by_name.title.startswith("SmolLM2-135M")
-
-
-def adapted(layers: int = 3) -> nn.Module:
-    """Adapters in float32 on a base in bf16, as PEFT makes them."""
-    cfg = config("llama", layers)
-    model = model_class(cfg)(cfg).to(torch.bfloat16)
-    add_lora(model, 2, ("q_proj",))
-    return model
 
 
 MIXED = {
