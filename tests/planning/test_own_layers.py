@@ -34,8 +34,6 @@ from gradmem_lib.model.layers import find_layers
 from gradmem_lib.planning.own_layers import find_own_layers
 from gradmem_lib.planning.rows import count_row
 
-ROWS = 4
-
 
 @pytest.mark.parametrize("name", OWN_MODELS)
 def test_the_lists_of_layers_are_found_in_the_order_of_their_calls(name):

@@ -129,25 +129,6 @@ for kind in (nn.GRU, nn.RNN):
     PROGRAMS[f"two layers of {kind.__name__}"] = Program(partial(Recurrent, kind, **MORE), TIMES)
 
 
-class Unfolded(nn.Module):
-    """Windows of neighbours, and added up again: both ways through ``col2im``."""
-
-    def __init__(self, window: int, stride: int):
-        super().__init__()
-        sizes = {"kernel_size": window, "padding": window // 2, "stride": stride}
-        self.taken = {name: (n, int(name != "padding")) for name, n in sizes.items()}
-        self.weight = nn.Parameter(torch.randn(6 * window, 6 * window))
-
-    def forward(self, x):
-        windows = self.weight @ F.unfold(x * x.sin(), **self.taken)
-        return F.fold(windows, x.shape[2:], **self.taken).square().mean()
-
-
-PICTURE = torch.randn(2, 6, 18, 1, requires_grad=True)
-for window, stride in ((9, 1), (1, 2)):
-    PROGRAMS[f"fold {window} {stride}"] = Program(partial(Unfolded, window, stride), PICTURE)
-
-
 class Depthwise(nn.Module):
     """As in Segformer: tokens laid out as a picture between two linear layers."""
 

@@ -152,23 +152,6 @@ def test_no_answer_is_taken_for_one_to_another_question(where, error, monkeypatc
     assert not multiprocessing.active_children()
 
 
-def test_an_error_here_leaves_the_second_process_at_work():
-    source = source_of(config())
-    first = os.getpid()
-
-    def fails_here(question):
-        if os.getpid() == first:
-            raise ValueError("here")
-        return layers_kept(question)
-
-    with second_process(source, fails_here):
-        for _ in range(2):
-            with pytest.raises(ValueError, match="here"):
-                module.traces_of(source, questions_about(source), fails_here)
-            assert source.second_process is not None
-        assert not source.second_process._answers.poll()  # no answer is left over
-
-
 def bytes_in(connection) -> int:
     """How many bytes a pipe holds."""
     import fcntl  # Windows has neither of them, and no forks
