@@ -176,8 +176,6 @@ def test_none_in_a_list_stands_for_no_layer():
     rows = rows_of(VECTORS)
     predicted = predict(Parted(), batch=rows, loss=class_loss, recipe=recipe, target="cpu")
     assert_same(predicted, tracked(Parted(), rows, recipe, class_loss))
-    with pytest.raises(ValueError, match=r"such as model\.blocks \(2 layers\)"):
-        find_layers(Parted(), ("nowhere",))
 
 
 class Frozen(dict):
@@ -233,17 +231,32 @@ def test_a_list_that_keeps_little_inside_its_layers_is_not_taken():
     assert find_own_layers(Parts(), batch, class_loss) == ((), [])
 
 
-def test_lists_that_cannot_be_are_refused():
-    model = UNet()
-    for layers, says in [
-        ("nowhere", r"no such module in this UNet, such as model\.up \(2 layers\)"),
-        (("first", "down"), "first has no items"),
-        (((),), "has an empty list"),
-        ((("down.0", "down.0"),), "the same layer is in the list more than once"),
-        (("down", ("down.0.first",)), "is a part of another layer that is given"),
-    ]:
-        with pytest.raises(ValueError, match=says):
-            find_layers(model, (layers,) if isinstance(layers, str) else layers)
+def lists_of(**counts: int) -> nn.Module:
+    return nn.ModuleDict(
+        {name: nn.ModuleList(nn.Identity() for _ in range(n)) for name, n in counts.items()}
+    )
+
+
+NOWHERE = [
+    (Parted, ("nowhere",), r"such as model\.blocks \(2 layers\)"),
+    (UNet, ("nowhere",), r"no such module in this UNet, such as model\.up \(2 layers\)"),
+    (UNet, ("first", "down"), "first has no items"),
+    (UNet, ((),), "has an empty list"),
+    (UNet, (("down.0", "down.0"),), "the same layer is in the list more than once"),
+    (UNet, ("down", ("down.0.first",)), "is a part of another layer that is given"),
+    (
+        lambda: lists_of(lower=3, upper=4),
+        ("nowhere",),
+        r"model\.upper \(4 layers\) or model\.lower \(3 layers\); call .* once for each list",
+    ),
+    (Block, ("nowhere",), r"has none: make one .* nn\.ModuleList\(\[model\.first"),
+]
+
+
+@pytest.mark.parametrize(("build", "layers", "says"), NOWHERE)
+def test_lists_that_cannot_be_are_refused(build, layers, says):
+    with pytest.raises(ValueError, match=says):
+        find_layers(build(), layers)
 
 
 def test_a_list_may_be_given_by_the_names_of_its_layers():

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.own_models import WIDTH, FeedForward
-from support.predicted import assert_predicted, mean_square, tracked
+from support.predicted import assert_predicted, mean_square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -103,9 +102,16 @@ class Recomputed(nn.Module):
         return x
 
 
+def recomputed_here() -> nn.Module:
+    layers = nn.Sequential(*(Changing(normed) for _ in range(3)))
+    checkpoint_layers(layers, every=1)
+    return layers
+
+
 MANY = torch.rand(400, 16)
 for change in (normed, transposed, selected, assigned, base):
     PROGRAMS[change.__name__] = Program(partial(Changing, change), MANY, loss=mean_square)
+PROGRAMS["recomputed by this library"] = Program(recomputed_here, MANY, loss=mean_square)
 PROGRAMS["recomputed"] = Program(partial(Recomputed, use_reentrant=False), MANY, loss=mean_square)
 
 
@@ -591,69 +597,3 @@ def test_layers_that_are_left_out_by_chance_are_refused(draw, probability):
     with pytest.raises(CannotTrace, match="set that probability to 0"):
         predict(Dropping(probability, draw), batch=ROWS, target="cpu")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == state
-
-
-# Layers that the library is told of.
-
-
-class Own(nn.Module):
-    """``calls`` returns the layers that are in ``parts`` as a forward calls them."""
-
-    def __init__(self, parts: dict[str, nn.Module], calls):
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.calls = calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.calls(self):
-            x = layer(x)
-        return x
-
-
-def blocks(n: int) -> list[FeedForward]:
-    return [FeedForward() for _ in range(n)]
-
-
-# Its parts, the layers in the order of their calls, what the refusal says, and the lists that it
-# names.
-KINDS = {
-    "two lists": (
-        lambda: {"lower": nn.ModuleList(blocks(3)), "upper": nn.ModuleList(blocks(4))},
-        lambda m: [*m.lower, *m.upper],
-        r"model\.upper \(4 layers\) or model\.lower \(3 layers\); call .* once for each list",
-        lambda m: [m.lower, m.upper],
-    ),
-    "a sequential": (
-        lambda: {"body": nn.Sequential(*blocks(5))},
-        lambda m: [m.body],
-        r"such as model\.body \(5 layers\)\. A recipe",
-        lambda m: [m.body],
-    ),
-    "one by one": (
-        lambda: {f"part{i}": block for i, block in enumerate(blocks(4))},
-        lambda m: [*m.children()],
-        r"has none: make one .* nn\.ModuleList\(\[model\.first",
-        lambda m: [nn.ModuleList(m.children())],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_own_layers_are_checkpointed_as_the_refusal_says(kind):
-    parts, calls, says, lists = KINDS[kind]
-    model, batch = Own(parts(), calls), torch.randn(64, WIDTH)
-
-    def predicted(**fields) -> int:
-        asked = {"batch": batch, "loss": mean_square, "recipe": Recipe(**AS_IT_IS | fields)}
-        return predict(model, target="cpu", **asked).peak.total
-
-    names = list(model.state_dict())
-    with pytest.raises(ValueError, match=says):
-        predicted(checkpointing="per-layer")
-    kept = predicted()
-    for layers in lists(model):
-        checkpoint_layers(layers, "per-layer")
-    found = tracked(model, batch, Recipe(**AS_IT_IS), mean_square).peak.total
-    assert predicted() == found < kept
-    assert list(model.state_dict()) == names

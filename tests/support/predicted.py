@@ -161,7 +161,7 @@ def assert_same(predicted, tracker) -> None:
 
 
 def assert_short_is_full(source, **ask):
-    """Short traces say what the full one says, also of the allocator. Returns their prediction."""
+    """Short traces say what the full one says, also of the allocator. Returns both."""
     short, full = predict(source, **ask), predict(source, **ask, full=True)
     assert not full.traced_layers
     assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
@@ -169,7 +169,7 @@ def assert_short_is_full(source, **ask):
     assert short.offload_traffic_bytes == full.offload_traffic_bytes
     assert np.array_equal(short.timeline.rows, full.timeline.rows)
     assert short.replay_allocator() == full.replay_allocator()
-    return short
+    return short, full
 
 
 def mean_square(model, x):
