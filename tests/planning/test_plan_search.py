@@ -27,6 +27,7 @@ from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.prediction.question import CannotTrace
+from gradmem_lib.units import MiB
 
 LLAMA = dict(layers=2, hidden=32, heads=4, intermediate=64, vocab=256)
 CARD = Card("a card", 2**40, 100e12, 20e12, 1e12, (8, 6))
@@ -234,6 +235,22 @@ def test_what_would_just_hold_the_weights_and_states_is_not_ruled_out_by_them(se
     assert [r.recipe for r in search.ruled_out] == [
         f for f, h in zip(families, held, strict=True) if h > min(held)
     ]
+
+
+HELD = {"temporaries": 0, "parameters": 3 * MiB, "gradients": 2 * MiB, "optimizer": 4 * MiB}
+EXCESS = {
+    2: "weights 3.00 MiB alone, and the card has 2.00 MiB",
+    4: "weights 3.00 MiB and gradients 2.00 MiB alone are 5.00 MiB, and the card has 4.00 MiB",
+    5: "weights 3.00 MiB and gradients 2.00 MiB and optimizer states 4.00 MiB alone are 9.00 MiB, "
+    "and the card has 5.00 MiB",
+}
+
+
+@pytest.mark.parametrize(("mib", "says"), EXCESS.items())
+def test_what_is_too_many_is_named_as_far_as_it_is_needed(mib, says, searching, monkeypatch):
+    search = searching(card=replace(CARD, nbytes=mib * MiB))
+    monkeypatch.setattr(search, "residents", lambda recipe: HELD)
+    assert search._describe_excess(BF16) == says
 
 
 @pytest.fixture
