@@ -21,7 +21,7 @@ from transformers import LlamaConfig
 
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.model.inputs import example_batch
-from gradmem_lib.names import OPTIMIZERS, PRECISIONS
+from gradmem_lib.names import CATEGORIES, OPTIMIZERS, PRECISIONS
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
 
@@ -264,6 +264,7 @@ def test_what_fits_which_card_adds_up_and_a_row_is_found_again(load):
     for (model, card, method), e in rows.items():
         assert e["needs"] == sum(e["parts"].values()) == sizes[card] - e["spare"]
         assert e["fits"] == (e["spare"] >= 0) == (e["code"] is not None) == (e["why_not"] == "")
+        assert e["recipe"] and e["us_per_token"] > 0 and set(e["parts"]) & set(CATEGORIES)
         larger = [
             rows[model, name, method]["fits"]
             for name, n in sizes.items()

@@ -55,14 +55,10 @@ def test_the_margin_decides_what_fits(config, ample):
 
 
 def test_the_answer_shows_it(ample):
-    made = ample
-    assert "Margin: 3.0% of what a recipe needs stays free" in str(made)
-    assert made.to_dict()["margin"] == MARGIN
-    assert made.to_dict()["fits"][0]["kept_free"] == made.best.kept_free
-    assert "Margin" not in str(replace(made, margin=0.0))
-    just = replace(made.best, card_bytes=made.best.needs + made.best.kept_free - 1)
-    assert not just.fits and "and the margin of 3.0% is" in just.why_not()
-    assert "more than there is" in replace(just, card_bytes=made.best.needs - 1).why_not()
+    assert "Margin: 3.0% of what a recipe needs stays free" in str(ample)
+    assert ample.to_dict()["margin"] == MARGIN
+    assert ample.to_dict()["fits"][0]["kept_free"] == ample.best.kept_free
+    assert "Margin" not in str(replace(ample, margin=0.0))
 
 
 def test_live_bytes_on_the_cpu_are_exact_and_need_none():

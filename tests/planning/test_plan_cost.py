@@ -82,35 +82,20 @@ def test_sizes_of_other_kinds_by_hand():
     assert gemma.chunked and gemma.sized.scores == 26 * 8 * 256
 
 
-@pytest.mark.parametrize(
-    "recipe, rate, bytes_of_a_micro_batch, bytes_of_a_step",
-    [
-        # Numbers a parameter: read in forward and backward; a gradient written twice over and read;
-        # then weights read and written, gradients read, and two states read and written.
-        (Recipe(optimizer="adamw-fused"), 83, 4 * (2 + 3), 4 * 3 + 4 * 4),
-        (Recipe(precision="bf16", optimizer="adamw-fused"), 165, 2 * (2 + 3), 2 * 3 + 4 * 2),
-        (Recipe(precision="bf16", optimizer="adamw-8bit"), 165, 2 * (2 + 3), 2 * 3 + 4),
-        (Recipe(precision="bf16", optimizer="sgd"), 165, 2 * (2 + 3), 2 * 3),
-        (Recipe(precision="bf16", optimizer="adafactor"), 165, 2 * (2 + 3), 2 * 3 + 17 * 4),
-        (Recipe(precision="bf16", optimizer="adafactor-torch"), 165, 2 * (2 + 3), 2 * 3 + 14 * 2),
-    ],
-    ids=lambda value: f"{value.precision}-{value.optimizer}" if isinstance(value, Recipe) else None,
-)
-def test_seconds_of_a_token_by_hand(recipe, rate, bytes_of_a_micro_batch, bytes_of_a_step):
+def test_seconds_of_a_token_by_hand():
     """Llama-2-7B on an RTX 4090, 4 x 2 rows of 2,048 tokens: from the data sheet and the paper's
     sizes alone.
     """
     parameters, matrices, head, scores = 6_738_415_616, 6_476_005_376, 131_072_000, 131_072
     # two products of (2048, 128) matrices a head, half of them masked
-    attention = 2 * 2048 * scores
-    forward = 2 * (matrices + head) + attention
-    computed = 3 * forward / (rate * 1e12 / 2)
-    rows = 2 * 2048
-    moved = (bytes_of_a_micro_batch + bytes_of_a_step / 4) * parameters / rows / 1008e9
-    found = seconds_per_token(
-        count(known_model("Llama-2-7B")[1]), replace(recipe, accumulation=4), RTX_4090, 2, 2048
-    )
-    assert found == pytest.approx(computed + moved, rel=1e-12)
+    forward = 2 * (matrices + head) + 2 * 2048 * scores
+    # Numbers a parameter: read in forward and backward; a gradient written twice over and read;
+    # then weights read and written, gradients read, and two states read and written.
+    moved = 4 * (2 + 3) + (4 * 3 + 4 * 4) / 4
+    recipe = Recipe(optimizer="adamw-fused", accumulation=4)
+    found = seconds_per_token(count(known_model("Llama-2-7B")[1]), recipe, RTX_4090, 2, 2048)
+    computed = 3 * forward / (83e12 / 2)
+    assert found == pytest.approx(computed + moved * parameters / 4096 / 1008e9, rel=1e-12)
 
 
 def test_what_is_moved_crosses_the_bus_away_and_back():
@@ -346,11 +331,3 @@ def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
     )
     with pytest.raises(ValueError, match="the loss of TwoMeans is no mean over labels or rows"):
         count(config)
-
-
-def test_a_model_as_it_is_holds_what_its_own_dtype_takes(work):
-    """The fixture's weights are float32."""
-    as_it_is, same = (
-        resident_bytes(work, Recipe(precision=precision)) for precision in (None, "float32")
-    )
-    assert as_it_is == same

@@ -172,15 +172,6 @@ def test_the_printed_code_trains_the_models_own_adapters(name, tmp_path):
         torch.testing.assert_close(
             gradients.found[parameter], gradient, rtol=2e-5, atol=2e-6, msg=parameter
         )
-    trainer = run(
-        made.code, tmp_path, steps=2, model=model, train_dataset=Rows(name), callbacks=[]
-    )["trainer"]
-    expected, found = made.best.prediction.peak, trainer.memory.by_step[2]
-    for category, nbytes in expected.by_category.items():
-        # The loader's tensors and the loss's few numbers apart.
-        assert 0 <= found.by_category[category] - nbytes <= (4096 if category == "other" else 16), (
-            category
-        )
 
 
 def checkpointed():

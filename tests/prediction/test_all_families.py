@@ -39,7 +39,7 @@ def check(family: str, layers: int, name: str, rows: int, tokens: int, target: s
     rows *= recipe.accumulation
     ask = {"batch_size": rows, "seq_len": tokens, "recipe": recipe, "target": target}
     try:
-        short = assert_short_is_full(config, **ask)
+        short, _ = assert_short_is_full(config, **ask)
     except (ValueError, CannotTrace) as refusal:
         assert len(str(refusal)) > 50, case
         if FAILS in str(refusal):

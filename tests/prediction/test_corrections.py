@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from gradmem_lib.compat.fake_tensors import FakeTensor
 from gradmem_lib.compat.trees import tree_leaves, tree_map_only
@@ -115,30 +116,8 @@ MIXED = {
     "bmm": (aten.bmm, rand(1, 3, 4), rand(1, 4, 5, dtype=bf16)),
     "baddbmm": (aten.baddbmm, rand(1, 3, 5), rand(1, 3, 4, dtype=bf16), rand(1, 4, 5, dtype=bf16)),
     "mv": (aten.mv, rand(3, 4), rand(4, dtype=double)),
-    "convolution": (
-        aten.convolution,
-        rand(1, 2, 5),
-        rand(3, 2, 3, dtype=bf16),
-        None,
-        [1],
-        [0],
-        [1],
-        False,
-        [0],
-        1,
-    ),
-    "convolution of whole numbers": (
-        aten.convolution,
-        torch.ones(1, 2, 5).long(),
-        rand(3, 2, 3),
-        None,
-        [1],
-        [0],
-        [1],
-        False,
-        [0],
-        1,
-    ),
+    "convolution": (F.conv1d, rand(1, 2, 5), rand(3, 2, 3, dtype=bf16)),
+    "convolution of whole numbers": (F.conv1d, torch.ones(1, 2, 5).long(), rand(3, 2, 3)),
     "index_add": (aten.index_add, rand(3, 4), 0, torch.tensor([1]), rand(1, 4, dtype=half)),
     "index_add of one": (aten.index_add, rand(3, 4), 0, torch.tensor([1]), rand(1, 4)),
     "binary_cross_entropy": (aten.binary_cross_entropy, rand(3), rand(3, dtype=bf16)),

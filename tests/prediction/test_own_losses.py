@@ -13,7 +13,6 @@ from support.nightly import each
 from support.oracle import allocator_peak
 from support.predicted import assert_predicted, tracked
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jvp, vmap
 
 from gradmem_lib import Recipe, predict, prepare, step
@@ -41,11 +40,6 @@ class Net(nn.Module):
 
 
 # By row.
-
-
-def triplet(net: Net, batch: tuple) -> Tensor:
-    x, _ = batch
-    return F.triplet_margin_loss(net(x), net(x + 0.1), net(x.square()))
 
 
 def focal(net: Net, batch: tuple) -> Tensor:
@@ -91,7 +85,7 @@ def smoothed_labels(net: Net, batch: tuple) -> Tensor:
     return F.cross_entropy(net(x), labels, weight=net.classes, label_smoothing=0.1)
 
 
-BY_ROW = [triplet, focal, tasks_with_learned_weights, distillation, policy]
+BY_ROW = [focal, tasks_with_learned_weights, distillation, policy]
 BETWEEN_ROWS = [contrastive, smoothed_labels]
 WHOLE = [{}, {"checkpointing": "per-layer", "layers": "layers"}, {"precision": "autocast-bf16"}]
 CUT = [{"accumulation": 2}, {"accumulation": 2, "precision": "autocast-bf16"}]
@@ -147,18 +141,6 @@ def slope_in_forward_mode(net, x):
     return value.square().mean() + slope.square().mean()
 
 
-def dual_numbers(net, x):
-    with forward_ad.dual_level():
-        out = net(forward_ad.make_dual(x, torch.ones_like(x)))
-        value, slope = forward_ad.unpack_dual(out)
-        return value.square().mean() + slope.square().mean()
-
-
-def second_derivative(net, x):
-    _, slope_of_slope = jvp(lambda y: along_ones(net, y)[1], (x,), (torch.ones_like(x),))
-    return slope_of_slope.square().mean()
-
-
 def all_columns(net, x):
     return jacfwd(lambda y: net(y).sum(0))(x).square().mean()
 
@@ -211,8 +193,6 @@ def given_from_elsewhere(net, x):
     "loss",
     [
         slope_in_forward_mode,
-        dual_numbers,
-        second_derivative,
         all_columns,
         curvature,  # no earlier prediction's zeros of forward mode are taken for its own
         gradients_of_rows,

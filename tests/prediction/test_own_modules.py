@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.predicted import assert_predicted, mean_square, tracked
+from support.predicted import assert_predicted, mean_square
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -111,8 +111,8 @@ def recomputed_here() -> nn.Module:
 MANY = torch.rand(400, 16)
 for change in (normed, transposed, selected, assigned, base):
     PROGRAMS[change.__name__] = Program(partial(Changing, change), MANY, loss=mean_square)
-PROGRAMS["recomputed"] = Program(partial(Recomputed, use_reentrant=False), MANY, loss=mean_square)
 PROGRAMS["recomputed by this library"] = Program(recomputed_here, MANY, loss=mean_square)
+PROGRAMS["recomputed"] = Program(partial(Recomputed, use_reentrant=False), MANY, loss=mean_square)
 
 
 # Layers whose kernels keep more than they return.
@@ -135,25 +135,6 @@ for kind in (nn.GRU, nn.RNN):
     PROGRAMS[f"two layers of {kind.__name__}"] = Program(partial(Recurrent, kind, **MORE), TIMES)
 
 
-class Unfolded(nn.Module):
-    """Windows of neighbours, and added up again: both ways through ``col2im``."""
-
-    def __init__(self, window: int, stride: int):
-        super().__init__()
-        sizes = {"kernel_size": window, "padding": window // 2, "stride": stride}
-        self.taken = {name: (n, int(name != "padding")) for name, n in sizes.items()}
-        self.weight = nn.Parameter(torch.randn(6 * window, 6 * window))
-
-    def forward(self, x):
-        windows = self.weight @ F.unfold(x * x.sin(), **self.taken)
-        return F.fold(windows, x.shape[2:], **self.taken).square().mean()
-
-
-PICTURE = torch.randn(2, 6, 18, 1, requires_grad=True)
-for window, stride in ((9, 1), (1, 2)):
-    PROGRAMS[f"fold {window} {stride}"] = Program(partial(Unfolded, window, stride), PICTURE)
-
-
 class Depthwise(nn.Module):
     """As in Segformer: tokens laid out as a picture between two linear layers."""
 
@@ -167,7 +148,7 @@ class Depthwise(nn.Module):
         return self.after(self.between(picture).flatten(2).transpose(1, 2)).square().mean()
 
 
-for n, pieces in ((1, 1), (2, 1), (2, 2)):
+for n, pieces in ((1, 1), (2, 2)):
     tokens, cut = torch.randn(n, 36, 8), {"accumulation": pieces, "optimizer": "sgd"}
     PROGRAMS[f"tokens as a picture {n} {pieces}"] = Program(Depthwise, tokens, cut)
 
@@ -277,13 +258,6 @@ def notes_calls() -> nn.Module:
     return model
 
 
-def has_a_layer_as_a_default() -> nn.Module:
-    """As where hooks are made in a loop."""
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model[0].register_forward_hook(lambda module, inputs, out, other=model[1]: other(out))
-    return model
-
-
 class FunctionsInLists(nn.Module):
     """Functions in lists, dicts and ``functools.partial``, and functions that hold such lists."""
 
@@ -302,11 +276,12 @@ class FunctionsInLists(nn.Module):
         self.choices = [lambda x: inner(x), apply_all, torch.relu]
         self.by_name = {"named": lambda x: chosen_by_name["first"][0](x)}
         self.bound = partial(lambda layer, x, scale: self.outer(layer(x)) * scale, inner, scale=2)
+        self.default = lambda x, other=inner: other(x)
         self.itself = [self.choices]
         self.itself.append(self.itself)
 
     def forward(self, x):
-        for call in (*self.choices, self.by_name["named"], self.bound):
+        for call in (*self.choices, self.by_name["named"], self.bound, self.default):
             x = call(x)
         return x
 
@@ -340,7 +315,6 @@ for make in (
     holds_itself,
     RemembersAMask,
     notes_calls,
-    has_a_layer_as_a_default,
     FunctionsInLists,
     OneVariable,
 ):
@@ -465,7 +439,6 @@ PROGRAMS |= {
         Flagged, SCALED, {"accumulation": 2}, lambda m, b: m(b["x"], b["target"] * b["by"])
     ),
     "one tensor twice": Program(Flagged, PAIR),
-    "one tensor twice in a tuple": Program(Flagged, (SQUARE, SQUARE)),
     "a flag in the batch": Program(Flagged, PAIR | {"target": SQUARE[:, :1], "double": True}),
     "inputs with a gradient": Program(Flagged, PAIR | {"x": SQUARE.clone().requires_grad_()}),
     "a shape on meta": Program(MakesOnMeta),
@@ -474,12 +447,9 @@ PROGRAMS |= {
     ),
     "micro-batches that differ": Program(Counts, torch.randn(35, 8), PIECES),
     "frozen weights' gradients": Program(half_frozen_with_gradients, fields={}, loss=mean_square),
-    "the same, with adapters": Program(
-        half_frozen_with_gradients, fields={"lora_rank": 2}, loss=mean_square
-    ),
     **{
         f"weights that a hook computes {fields}": Program(NormalizedWeights, fields=fields)
-        for fields in ({}, {"accumulation": 2}, {"precision": "autocast-bf16"})
+        for fields in ({"accumulation": 2}, {"precision": "autocast-bf16"})
     },
 }
 
@@ -614,93 +584,16 @@ def test_what_is_not_known_is_refused(says):
         predict(make(), batch=batch, recipe=Recipe(**fields), loss=loss, target="cpu")
 
 
-@pytest.mark.parametrize(
-    ("kind", "target"), [(nn.LSTM, "cpu"), (nn.LSTM, "cuda"), (nn.GRU, "cuda"), (nn.RNN, "cuda")]
-)
+@pytest.mark.parametrize(("kind", "target"), [(nn.LSTM, "cpu"), (nn.GRU, "cuda")])
 def test_what_recurrent_kernels_keep_is_refused(kind, target):
     with pytest.raises(CannotTrace, match="keeps a workspace for backward"):
         predict(Recurrent(kind), batch=TIMES, target=target)
 
 
 @pytest.mark.parametrize("draw", [random.random, numpy_number])
-@pytest.mark.parametrize("probability", [0.01, 0.5, 0.99])
+@pytest.mark.parametrize("probability", [0.01, 0.99])
 def test_layers_that_are_left_out_by_chance_are_refused(draw, probability):
     state = random.getstate(), np.random.get_state()[1].tolist()
     with pytest.raises(CannotTrace, match="set that probability to 0"):
         predict(Dropping(probability, draw), batch=ROWS, target="cpu")
     assert (random.getstate(), np.random.get_state()[1].tolist()) == state
-
-
-# Layers that the library is told of.
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
-
-    def forward(self, x: Tensor) -> Tensor:  # (rows, width)
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class Own(nn.Module):
-    """``calls`` returns the layers that are in ``parts`` as a forward calls them."""
-
-    def __init__(self, parts: dict[str, nn.Module], calls):
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
-        self.calls = calls
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.calls(self):
-            x = layer(x)
-        return x
-
-
-def blocks(n: int) -> list[Block]:
-    return [Block() for _ in range(n)]
-
-
-# Its parts, the layers in the order of their calls, what the refusal says, and the lists that it
-# names.
-KINDS = {
-    "two lists": (
-        lambda: {"lower": nn.ModuleList(blocks(3)), "upper": nn.ModuleList(blocks(4))},
-        lambda m: [*m.lower, *m.upper],
-        r"model\.upper \(4 layers\) or model\.lower \(3 layers\); call .* once for each list",
-        lambda m: [m.lower, m.upper],
-    ),
-    "a sequential": (
-        lambda: {"body": nn.Sequential(*blocks(5))},
-        lambda m: [m.body],
-        r"such as model\.body \(5 layers\)\. A recipe",
-        lambda m: [m.body],
-    ),
-    "one by one": (
-        lambda: {f"part{i}": block for i, block in enumerate(blocks(4))},
-        lambda m: [*m.children()],
-        r"has none: make one .* nn\.ModuleList\(\[model\.first",
-        lambda m: [nn.ModuleList(m.children())],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_own_layers_are_checkpointed_as_the_refusal_says(kind):
-    parts, calls, says, lists = KINDS[kind]
-    model, batch = Own(parts(), calls), torch.randn(64, 8)
-
-    def predicted(**fields) -> int:
-        asked = {"batch": batch, "loss": mean_square, "recipe": Recipe(**AS_IT_IS | fields)}
-        return predict(model, target="cpu", **asked).peak.total
-
-    names = list(model.state_dict())
-    with pytest.raises(ValueError, match=says):
-        predicted(checkpointing="per-layer")
-    kept = predicted()
-    for layers in lists(model):
-        checkpoint_layers(layers, "per-layer")
-    found = tracked(model, batch, Recipe(**AS_IT_IS), mean_square).peak.total
-    assert predicted() == found < kept
-    assert list(model.state_dict()) == names

@@ -14,6 +14,7 @@ from support.predicted import (
     BATCH,
     RECIPES,
     SEQ,
+    adapted,
     assert_same,
     config,
     measured,
@@ -25,7 +26,6 @@ from torch import nn
 from gradmem_lib import MemoryTracker, Recipe, known_model, predict
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.question import CannotTrace
-from gradmem_lib.techniques.lora import add_lora
 
 # Each recipe on one family, and each optimizer and way on others: tied weights, biases, transposed
 # matrices, layers that take turns, pictures.
@@ -89,64 +89,42 @@ def test_nothing_is_left_behind():
     assert type(torch.empty(1)) is torch.Tensor
 
 
-@pytest.mark.parametrize(
-    ("ask", "says"),
-    [
-        ({"seq_len": 100}, "beyond the 64 positions"),
-        ({"seq_len": None}, "number of tokens"),
-        ({"seq_len": 1}, "rows one token long"),
-        ({"batch_size": 0}, "at least 1"),
-        ({"batch_size": 3, "recipe": Recipe(accumulation=2)}, "multiple of 2"),
-        ({"target": "mps"}, "choose one of 'cpu', 'cuda'"),
-        ({"recipe": Recipe(lora_rank=2, lora_targets="query")}, "'q_proj'"),
-    ],
-)
-def test_questions_that_make_no_sense(ask, says):
-    with pytest.raises(ValueError, match=says):
-        predict(config("llama"), **({"batch_size": 2, "seq_len": 8, "target": "cpu"} | ask))
+LLAMA, LINEAR = config("llama"), nn.Linear(2, 2)
+BAD = [
+    (LLAMA, {"seq_len": 100}, ValueError, "beyond the 64 positions"),
+    (LLAMA, {"seq_len": None}, ValueError, "number of tokens"),
+    (LLAMA, {"seq_len": 1}, ValueError, "rows one token long"),
+    (LLAMA, {"batch_size": 0}, ValueError, "at least 1"),
+    (LLAMA, {"batch_size": 3, "recipe": Recipe(accumulation=2)}, ValueError, "multiple of 2"),
+    (LLAMA, {"target": "mps"}, ValueError, "choose one of 'cpu', 'cuda'"),
+    (LLAMA, {"recipe": Recipe(lora_rank=2, lora_targets="query")}, ValueError, "'q_proj'"),
+    (LLAMA, {"recipe": Recipe(precision=None)}, ValueError, "name a precision"),
+    (LLAMA, {"recipe": "bf16"}, TypeError, "Recipe"),
+    (config("bert"), {"recipe": Recipe(chunked_loss=True)}, ValueError, "leave chunked_loss"),
+    (LINEAR, {}, ValueError, "batch="),
+    (LINEAR, {"batch": torch.randn(2, 2)}, ValueError, "scalar"),
+    (LINEAR, {"batch": {}}, ValueError, "without a tensor"),
+    (42, {}, TypeError, "transformers config"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model", "more", "error", "says"),
-    [
-        (config("bert"), {"recipe": Recipe(chunked_loss=True)}, ValueError, "leave chunked_loss"),
-        (config("llama"), {"recipe": Recipe(precision=None)}, ValueError, "name a precision"),
-        (config("llama"), {"recipe": "bf16"}, TypeError, "Recipe"),
-        (nn.Linear(2, 2), {"batch_size": 2, "seq_len": 8}, ValueError, "batch="),
-        (nn.Linear(2, 2), {"batch": torch.randn(2, 2)}, ValueError, "scalar"),
-        (nn.Linear(2, 2), {"batch": {}}, ValueError, "without a tensor"),
-        (42, {}, TypeError, "transformers config"),
-    ],
-)
-def test_questions_about_the_wrong_model(model, more, error, says):
+@pytest.mark.parametrize(("model", "more", "error", "says"), BAD)
+def test_questions_that_make_no_sense(model, more, error, says):
     asked = {"batch_size": 2, "seq_len": 8} if "batch" not in more else {}
     with pytest.raises(error, match=says):
-        predict(model, target="cpu", **asked | more)
+        predict(model, **asked | {"target": "cpu"} | more)
 
 
-def test_an_unknown_model_without_network(monkeypatch):
+def test_models_by_name_without_a_network(monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    asked = {"batch_size": 1, "seq_len": 8, "target": "cpu"}
+    by_name = predict("SmolLM2-135M", **asked)
+    assert by_name.peak == predict(known_model("SmolLM2-135M")[1], **asked).peak
+    assert by_name.title.startswith("SmolLM2-135M")
     with pytest.raises(
         ValueError, match=r"no model is known as 'nobody/nothing'.*Give a well-known name, such as"
     ):
-        predict("nobody/nothing", batch_size=1, seq_len=8)
-
-
-def test_a_well_known_name_is_predicted_without_a_network(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    asked = {"batch_size": 1, "seq_len": 8, "target": "cpu"}
-    by_name, by_config = (
-        predict(given, **asked) for given in ("SmolLM2-135M", known_model("SmolLM2-135M")[1])
-    )
-    assert by_name.peak == by_config.peak and by_name.title.startswith("SmolLM2-135M")
-
-
-def adapted(layers: int = 3) -> nn.Module:
-    """Adapters in float32 on a base in bf16, as PEFT makes them."""
-    cfg = config("llama", layers)
-    model = model_class(cfg)(cfg).to(torch.bfloat16)
-    add_lora(model, 2, ("q_proj",))
-    return model
+        predict("nobody/nothing", **asked)
 
 
 MIXED = {

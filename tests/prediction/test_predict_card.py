@@ -63,14 +63,6 @@ def test_step_counters_stay_on_the_host_unless_fused():
     assert fused["optimizer"] - plain["optimizer"] == 512 * tensors
 
 
-def test_cuda_lines_beside_the_tensors():
-    prediction = on_card("llama", precision="bf16")
-    reserved = prediction.replay_allocator()
-    assert reserved >= prediction.peak.total and reserved % allocator.SMALL_SEGMENT == 0
-    on_cpu = predict(config("llama"), batch_size=BATCH, seq_len=SEQ, target="cpu")
-    assert on_cpu.replay_allocator() is None
-
-
 def live(requests: list[int]) -> list[int]:
     """The bytes that are held after each request."""
     sizes, total, held = [], 0, []

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from support.nightly import ALL, each
 from support.predicted import config
-from support.ranked import figures, measured_here, predicted_for
+from support.ranked import measured_here, predicted_for
 from torch import nn
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -20,7 +20,6 @@ from gradmem_lib.compat.fake_ranks import fake_process_group
 from gradmem_lib.course import run_ranks
 from gradmem_lib.model.configs import skeleton
 from gradmem_lib.names import SHARDING
-from gradmem_lib.prediction import short_traces
 from gradmem_lib.prediction.question import CannotTrace
 
 FAMILIES = ("llama", "gpt2", "mixtral", "t5")
@@ -67,26 +66,6 @@ def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypat
     asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
     predict(config("llama"), recipe=Recipe(sharding="ddp"), full=True, **asked)
     assert (torch.float64, 8) in sent
-
-
-@pytest.mark.parametrize("how", each(2, ["ddp", "fsdp"]))
-def test_a_micro_batch_stands_for_those_between_also_where_only_the_last_one_sends(
-    how, monkeypatch
-):
-    recipe = Recipe(sharding=how, accumulation=5)
-    asked = {"batch_size": 5, "seq_len": 8, "recipe": recipe, "target": "cuda", "ranks": 2}
-    known = short_traces.traced
-    traced: list[int | None] = []
-    monkeypatch.setattr(
-        short_traces,
-        "traced",
-        lambda question, n=None, **few: traced.append(n) or known(question, n, **few),
-    )
-    quick = predict(config("gqa", 16), **asked)
-    few = short_traces.MICRO_BATCHES + (how == "ddp")
-    assert set(traced) == {few}
-    monkeypatch.setattr(short_traces, "MICRO_BATCHES", 99)
-    assert figures(quick) == figures(predict(config("gqa", 16), **asked))
 
 
 @pytest.mark.parametrize("full", each(2, [False, True]))

@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
-from support.nightly import each
 from support.predicted import (
-    BATCH,
     SEQ,
-    assert_same,
-    assert_short_is_full,
     config,
-    measured,
 )
 
 from gradmem_lib import Recipe, predict
 from gradmem_lib.prediction import fakes, short_traces
 from gradmem_lib.prediction import predict as predict_module
 from gradmem_lib.prediction.allocator import replayed
-from gradmem_lib.prediction.extrapolation import PART
 from gradmem_lib.prediction.question import Question
 from gradmem_lib.techniques.schedules import segments_for
-
-ACCUMULATED = [
-    ("llama", Recipe(precision="bf16", optimizer="adamw-foreach", accumulation=8)),
-    ("gqa", Recipe(precision="autocast-fp16", checkpointing="per-layer", accumulation=5)),
-    ("tied", Recipe(chunked_loss=True, lora_rank=2, accumulation=4)),
-    ("gpt2", Recipe(precision="float32-master", checkpointing=[2, 1], accumulation=4)),
-    ("vit", Recipe(precision="autocast-bf16", accumulation=4)),
-]
-
-
-@pytest.mark.parametrize(("family", "recipe"), each(3, ACCUMULATED))
-def test_micro_batches_that_are_alike_are_traced_once(family, recipe):
-    k = recipe.accumulation
-    predicted = predict(config(family), batch_size=2 * k, seq_len=SEQ, recipe=recipe, target="cpu")
-    assert_same(predicted, measured(config(family), recipe, batch_size=2 * k))
-    question = replace(predicted._question, target="cuda")
-    left_out = short_traces.trace_few_parts(question).left_out
-    assert left_out.micro_batches == k - short_traces.MICRO_BATCHES
-    for target in ("cpu", "cuda"):
-        ask = {"batch_size": 2 * k, "seq_len": SEQ, "recipe": recipe, "target": target}
-        assert_short_is_full(config(family), **ask)
 
 
 def test_a_full_trace_serves_the_allocator_too(monkeypatch):
@@ -57,23 +28,6 @@ def test_a_full_trace_serves_the_allocator_too(monkeypatch):
         monkeypatch.setattr(module, "traced", lambda *a, **k: made.append(a) or traced(*a, **k))
     assert predict(config("llama"), **ask).replay_allocator() == every
     assert len(made) == 1
-
-
-def test_micro_batches_that_are_not_alike_are_all_traced(monkeypatch):
-    """As where the third one did something else than the second."""
-    traced = short_traces.traced
-
-    def odd(question, micro_batches=None, few_chunks=False):
-        trace = traced(question, micro_batches, few_chunks=few_chunks)
-        rows = trace.rows.copy()
-        third_forward = np.flatnonzero(trace.places[:, PART] == 5)[3]
-        rows[third_forward:, predict_module.TOTAL] += micro_batches is not None
-        return replace(trace, rows=rows)
-
-    ask = {"batch_size": 5, "seq_len": SEQ, "recipe": Recipe(accumulation=5), "target": "cpu"}
-    full = predict(config("llama"), **ask, full=True)
-    monkeypatch.setattr(short_traces, "traced", odd)
-    assert np.array_equal(predict(config("llama"), **ask).timeline.rows, full.timeline.rows)
 
 
 def _operations(x, n):
@@ -227,13 +181,3 @@ def test_what_is_repeated_of_a_schedule():
     assert units(Recipe(checkpointing="mlp"), 9) == units(Recipe(), 9) == [1]
     assert units(Recipe(checkpointing="best"), 64) == []
     assert units(Recipe(checkpointing=[4, 4, 1]), 9) == []
-
-
-def test_falls_back_where_layers_differ():
-    ask = {"batch_size": BATCH, "seq_len": SEQ, "target": "cpu"}
-    # two kinds that take turns are repeated in pairs, as long as that is less work
-    assert predict(config("gemma3", 10), **ask).traced_layers == ()
-    uneven = predict(config("llama", 9), **ask, recipe=Recipe(checkpointing=[5, 3, 1]))
-    assert uneven.traced_layers == ()
-    # two short traces would be more work
-    assert predict(config("llama", 6), **ask).traced_layers == ()

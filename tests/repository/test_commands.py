@@ -49,32 +49,26 @@ def command(capsys, line: str, *more: str) -> tuple[int, str, str]:
     return code, out, " ".join(err.split())
 
 
-def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config):
+LOOP = Loop(zero_grad="before backward", keeps="loss", clips=True)
+ASKED = [
+    ("--precision bf16", {"recipe": Recipe(precision="bf16")}),
+    ("--checkpointing 1,1", {"recipe": Recipe(checkpointing=[1, 1])}),
+    ("--zero-grad before-backward --keeps loss --clips", {"loop": LOOP}),
+]
+
+
+@pytest.mark.parametrize(("words", "asked"), ASKED)
+def test_command_predict_prints_a_table_and_json(capsys, tmp_path, config, words, asked):
     config.save_pretrained(tmp_path)
-    sizes = "--batch-size 2 --seq-len 32 --target cpu --precision bf16"
-    code, out, _ = command(capsys, f"predict {tmp_path} {sizes}")
-    wanted = predict(
-        config, batch_size=2, seq_len=32, recipe=Recipe(precision="bf16"), target="cpu"
-    )
-    assert code == 0 and f"{wanted.peak.total:,}" in out
-    code, out, _ = command(capsys, f"predict {tmp_path}/config.json {sizes} --json")
-    assert json.loads(out)["peak"]["total"] == json.loads(out)["needs"] == wanted.peak.total
-    code, out, _ = command(capsys, f"predict {tmp_path} {sizes} --checkpointing 1,1 --json")
-    assert json.loads(out)["peak"]["total"] < wanted.peak.total
-
-
-def test_command_predict_takes_the_order_of_a_loop(capsys, tmp_path, config):
-    config.save_pretrained(tmp_path)
-    line = f"predict {tmp_path} --batch-size 2 --target cpu --json --seq-len"
-    loop = Loop(zero_grad="before backward", keeps="loss", clips=True)
-    asked = "--zero-grad before-backward --keeps loss --clips"
-    code, out, _ = command(capsys, f"{line} 32 {asked}")
-    wanted = predict(config, batch_size=2, seq_len=32, target="cpu", loop=loop)
-    assert code == 0 and json.loads(out)["peak"]["total"] == wanted.peak.total
-    assert wanted.peak.total > predict(config, batch_size=2, seq_len=32, target="cpu").peak.total
-
+    options = f"--batch-size 2 --target cpu {words} --seq-len"
+    code, out, _ = command(capsys, f"predict {tmp_path} {options} 32")
+    peak = predict(config, batch_size=2, seq_len=32, target="cpu", **asked).peak.total
+    assert code == 0 and f"{peak:,}" in out
+    assert peak != predict(config, batch_size=2, seq_len=32, target="cpu").peak.total
+    code, out, _ = command(capsys, f"predict {tmp_path}/config.json {options} 32 --json")
+    assert json.loads(out)["peak"]["total"] == json.loads(out)["needs"] == peak
     beyond = config.max_position_embeddings + 1
-    code, _, error = command(capsys, f"{line} {beyond}")
+    code, _, error = command(capsys, f"predict {tmp_path} {options} {beyond}")
     assert code == 2 and "if its positions are rotary" in error
 
 

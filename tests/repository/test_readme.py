@@ -29,17 +29,6 @@ def recorded(name: str) -> dict:
     )
 
 
-def test_links_and_pictures_are_there():
-    gone = []
-    for name in ("README.md", "docs/measured.md", "docs/own_code.md"):
-        page = ROOT / name
-        text = page.read_text(encoding="utf-8")
-        # ../../actions is GitHub's page of the workflows, seen from a file of the main branch
-        targets = re.findall(r"\]\((?!https?:|\.\./\.\./actions/)([^)#]+)\)", text)
-        gone += [f"{name}: {target}" for target in targets if not (page.parent / target).exists()]
-    assert not gone
-
-
 def commands(text: str) -> list[str]:
     """The lines of its blocks of commands, without comments."""
     blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)

@@ -4,7 +4,6 @@ browser.
 
 import base64
 import importlib.util
-import json
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +14,6 @@ from repository.test_setup import lines
 from support.paths import ROOT
 
 from gradmem_lib.course.ledger.table import DOCUMENTS
-from gradmem_lib.names import CATEGORIES
 
 SITE = ROOT / "site"
 PNG = base64.b64encode(b"a picture").decode()
@@ -145,27 +143,6 @@ def test_the_ledger_has_the_form_that_its_script_reads():
         DOCUMENTS.values()
     )
     assert build.ledger(page).count('<div id="ledger-filter" hidden></div>\n\n| Claim |') == 1
-
-
-def test_the_table_of_what_fits_has_the_form_that_its_page_reads():
-    found = json.loads(build.FITS.read_text(encoding="utf-8"))
-    cards = {card["name"]: card["nbytes"] for card in found["cards"]}
-    entries = {
-        (entry["model"], entry["card"], entry["method"]): entry for entry in found["entries"]
-    }
-    asked = [
-        (m, card, method) for m in found["models"] for card in cards for method in found["methods"]
-    ]
-    assert sorted(entries) == sorted(asked)
-    for (_, card, _), entry in entries.items():
-        assert entry["fits"] == (entry["spare"] >= 0) == bool(entry["code"]) and entry["recipe"], (
-            entry
-        )
-        assert entry["needs"] + entry["spare"] == cards[card] and entry["us_per_token"] > 0, entry
-        assert entry["fits"] or entry["why_not"], entry
-        assert sum(entry["parts"].values()) == entry["needs"] and set(entry["parts"]) & set(
-            CATEGORIES
-        ), entry
 
 
 def test_the_reference_has_every_floor_and_the_requirements_are_pinned():

@@ -59,65 +59,36 @@ TWO = {
     },
 }
 
-TEXT = {
-    "llama": {},
-    "mistral": {"sliding_window": 8},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma": {},
-    "gemma2": {"sliding_window": 8},
-    "gemma3_text": {"sliding_window": 8},
-    "phi": {},
-    "phi3": {},
-    "olmo": {},
-    "olmo2": {},
-    "olmo3": {"sliding_window": 8},
-    "granite": {"logits_scaling": 2.0},
-    "cohere": {},
-    "cohere2": {"sliding_window": 8},
-    "glm": {},
-    "glm4": {},
-    "helium": {},
-    "smollm3": {},
-    "stablelm": {},
-    "starcoder2": {},
-    "nemotron": {},
-    "persimmon": {},
-    "gpt2": {},
-    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "gpt_neox": {},
-    "gptj": {"rotary_dim": 4},
-    "gpt_bigcode": {},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "bloom": {},
-    "falcon": {"head_dim": None},
-    "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
-    "codegen": {"rotary_dim": 4},
-    "biogpt": {},
-    "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
-    "openai-gpt": {},
-    "ctrl": {"dff": 48},
-    "exaone4": {"sliding_window": 8},
-    "seed_oss": {},
-    "ernie4_5": {},
-    "arcee": {},
-    "apertus": {},
-    "diffllama": {},
-    "modernbert-decoder": {},
-    "nanochat": {},
-}
-MIXTURES = {
-    "mixtral": {},
+
+def same(names: str, **settings) -> dict[str, dict]:
+    """Families that differ from the others by these ``settings``."""
+    return {name: settings for name in names.split()}
+
+
+TEXT = (
+    same("""
+        llama qwen2 qwen3 gemma phi phi3 olmo olmo2 cohere glm glm4 helium smollm3 stablelm
+        starcoder2 nemotron persimmon gpt2 gpt_neox gpt_bigcode bloom biogpt openai-gpt seed_oss
+        ernie4_5 arcee apertus diffllama modernbert-decoder nanochat
+    """)
+    | same("mistral gemma2 gemma3_text olmo3 cohere2 exaone4", sliding_window=8)
+    | same("gptj codegen", rotary_dim=4)
+    | {
+        "granite": {"logits_scaling": 2.0},
+        "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
+        "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
+        "falcon": {"head_dim": None},
+        "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 64},
+        "xglm": {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+        "ctrl": {"dff": 48},
+    }
+)
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+MIXTURES = same("mixtral qwen3_moe olmoe phimoe granitemoe minimax") | {
     "qwen2_moe": {"shared_expert_intermediate_size": 16},
-    "qwen3_moe": {},
-    "olmoe": {},
-    "phimoe": {},
-    "granitemoe": {},
     "gpt_oss": {"sliding_window": 8},
-    "deepseek_v3": {
-        "n_routed_experts": 4,
-        "n_group": 1,
-        "topk_group": 1,
+    "deepseek_v3": ROUTED
+    | {
         "kv_lora_rank": 8,
         "q_lora_rank": 8,
         "qk_rope_head_dim": 4,
@@ -129,13 +100,11 @@ MIXTURES = {
     },
     "jetmoe": {"kv_channels": 8},
     "llama4_text": {"attention_chunk_size": 8},
-    "minimax": {},
-    "dots1": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "n_shared_experts": 1},
+    "dots1": ROUTED | {"n_shared_experts": 1},
 }
-STATES = {
-    "mamba": {"state_size": 4},
+MAMBA_2 = {"mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+STATES = same("mamba falcon_mamba", state_size=4) | {
     "mamba2": {"state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2},
-    "falcon_mamba": {"state_size": 4},
     "jamba": {"mamba_d_state": 4},
     "zamba2": {
         "layer_types": ["mamba", "hybrid"],
@@ -147,80 +116,47 @@ STATES = {
     },
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 8},
     "rwkv": {"attention_hidden_size": 32},
-    "bamba": {"mamba_d_state": 4, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1},
-    "falcon_h1": {
-        "mamba_d_state": 4,
-        "mamba_n_heads": 8,
-        "mamba_d_head": 8,
-        "mamba_n_groups": 1,
-        "mamba_d_ssm": 64,
-    },
+    "bamba": MAMBA_2,
+    "falcon_h1": MAMBA_2 | {"mamba_d_ssm": 64},
     "lfm2": {},
 }
-MASKED = {
-    "bert": {},
-    "roberta": {},
-    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
-    "albert": {"embedding_size": 16},
-    "electra": {"embedding_size": 16},
-    "deberta": {},
-    "deberta-v2": {},
-    "modernbert": {},
-    "mpnet": {},
-    "camembert": {},
-    "xlm-roberta": {},
-    "convbert": {"embedding_size": 16},
-    "squeezebert": {
-        "embedding_size": 32,
-        "q_groups": 1,
-        "k_groups": 1,
-        "v_groups": 1,
-        "post_attention_groups": 1,
-        "intermediate_groups": 1,
-        "output_groups": 1,
-    },
-    "fnet": {},
-    "big_bird": {},
-    "roformer": {"embedding_size": 16},
-    "nystromformer": {},
-    "rembert": {},
-    "megatron-bert": {},
-    "xlnet": {
-        "max_position_embeddings": None,
-        "d_model": 32,
-        "n_layer": 2,
-        "n_head": 4,
-        "d_inner": 48,
-    },
-    "longformer": {"attention_window": 8},
-    "esm": {},
-}
-PAIRS = {
-    "t5": T5,
-    "mt5": T5,
-    "umt5": T5,
-    "bart": PAIR,
-    "mbart": PAIR,
-    "pegasus": PAIR,
-    "marian": PAIR,
-    "blenderbot": PAIR,
-    "plbart": PAIR,
-    "led": PAIR
+GROUPS = ("q", "k", "v", "post_attention", "intermediate", "output")
+MASKED = (
+    same("""
+        bert roberta deberta deberta-v2 modernbert mpnet camembert xlm-roberta fnet big_bird
+        nystromformer rembert megatron-bert esm
+    """)
+    | same("albert electra convbert roformer", embedding_size=16)
     | {
-        "attention_window": 8,
-        "max_encoder_position_embeddings": 64,
-        "max_decoder_position_embeddings": 64,
-    },
-    "switch_transformers": T5 | {"num_experts": 4},
-    "longt5": T5,
-}
-PICTURES = {
-    "vit": PICTURE,
-    "deit": PICTURE,
-    "beit": PICTURE,
-    "dinov2": PICTURE,
-    "convnext": {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2},
-    "resnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]},
+        "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+        "squeezebert": {"embedding_size": 32} | {f"{part}_groups": 1 for part in GROUPS},
+        "xlnet": {
+            "max_position_embeddings": None,
+            "d_model": 32,
+            "n_layer": 2,
+            "n_head": 4,
+            "d_inner": 48,
+        },
+        "longformer": {"attention_window": 8},
+    }
+)
+PAIRS = (
+    same("t5 mt5 umt5 longt5", **T5)
+    | same("bart mbart pegasus marian blenderbot plbart", **PAIR)
+    | {
+        "led": PAIR
+        | {
+            "attention_window": 8,
+            "max_encoder_position_embeddings": 64,
+            "max_decoder_position_embeddings": 64,
+        },
+        "switch_transformers": T5 | {"num_experts": 4},
+    }
+)
+STAGES = {"hidden_sizes": [8, 16], "depths": [1, 1]}
+PICTURES = same("vit deit beit dinov2", **PICTURE) | {
+    "convnext": STAGES | {"num_stages": 2},
+    "resnet": STAGES | {"embedding_size": 8},
     "swin": {
         "num_attention_heads": None,
         "num_hidden_layers": None,
@@ -232,11 +168,10 @@ PICTURES = {
         "patch_size": 4,
         "image_size": 32,
     },
-    "segformer": {
+    "segformer": STAGES
+    | {
         "num_encoder_blocks": 2,
-        "depths": [1, 1],
         "sr_ratios": [2, 1],
-        "hidden_sizes": [8, 16],
         "patch_sizes": [7, 3],
         "strides": [4, 2],
         "num_attention_heads": [1, 2],
@@ -244,7 +179,7 @@ PICTURES = {
         "decoder_hidden_size": 16,
     },
     "mobilenet_v2": {"image_size": 32},
-    "regnet": {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "groups_width": 8},
+    "regnet": STAGES | {"embedding_size": 8, "groups_width": 8},
     "siglip": TWO,
     "clip": TWO | {"projection_dim": 16},
 }
@@ -256,7 +191,7 @@ CONVOLUTIONS = {
     "num_conv_pos_embeddings": 4,
     "num_conv_pos_embedding_groups": 2,
 }
-SOUNDS = {
+SOUNDS = same("wav2vec2 hubert", **CONVOLUTIONS) | {
     "whisper": PAIR
     | {
         "num_mel_bins": 8,
@@ -264,8 +199,6 @@ SOUNDS = {
         "max_target_positions": 64,
         "pad_token_id": 0,
     },
-    "wav2vec2": CONVOLUTIONS,
-    "hubert": CONVOLUTIONS,
 }
 KINDS = {
     "text": TEXT,

@@ -121,10 +121,10 @@ class Diffusion(nn.Module):
 class Residual(nn.Module):
     """A block of a UNet, which gets the time too."""
 
-    def __init__(self, inputs: int, outputs: int, norm: type[nn.Module] | None = None):
+    def __init__(self, inputs: int, outputs: int):
         super().__init__()
         self.first = nn.Conv2d(inputs, outputs, 3, padding=1)
-        self.norm = nn.GroupNorm(4, outputs) if norm is None else norm(outputs)
+        self.norm = nn.GroupNorm(4, outputs)
         self.second = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.time, self.skip = nn.Linear(1, outputs), nn.Conv2d(inputs, outputs, 1)
 
@@ -136,14 +136,12 @@ class Residual(nn.Module):
 class UNet(nn.Module):
     """Its lists are defined in another order than that of their calls."""
 
-    def __init__(self, width: int = 8, norm: type[nn.Module] | None = None):
+    def __init__(self, width: int = 8):
         super().__init__()
-        self.up = nn.ModuleList(
-            [Residual(6 * width, 2 * width, norm), Residual(3 * width, width, norm)]
-        )
+        self.up = nn.ModuleList([Residual(6 * width, 2 * width), Residual(3 * width, width)])
         self.first = nn.Conv2d(4, width, 3, padding=1)
-        self.down = nn.ModuleList([Residual(width, width, norm), Residual(width, 2 * width, norm)])
-        self.middle = nn.ModuleList([Residual(2 * width, 4 * width, norm)])
+        self.down = nn.ModuleList([Residual(width, width), Residual(width, 2 * width)])
+        self.middle = nn.ModuleList([Residual(2 * width, 4 * width)])
         self.last = nn.Conv2d(width, 4, 3, padding=1)
 
     def forward(self, latents, times):

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-import os
 
 import numpy as np
+import torch
 from transformers import (
     BertConfig,
     Gemma3TextConfig,
@@ -20,20 +20,13 @@ from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.inputs import example_batch
 from gradmem_lib.prediction.predict import predict
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.prepare import cast_weights, prepare
 from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.training.step import step
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 TEXT = SIZES | {"vocab_size": 128, "max_position_embeddings": 64}
-
-
-def on_targets(cases: list[tuple]) -> list[tuple]:
-    """Each case with a target, the two taking turns; every night with both."""
-    both = [(*case, target) for case in cases for target in ("cpu", "cuda")]
-    return (
-        both if os.environ.get("GRADMEM_ALL") else [both[2 * i + i % 2] for i in range(len(cases))]
-    )
 
 
 def config(family: str, layers: int = 3):
@@ -125,6 +118,14 @@ def recipe_of(name: str) -> Recipe:
 BATCH, SEQ = 4, 16
 
 
+def adapted(layers: int = 3):
+    """Adapters in float32 on a base in bf16, as PEFT makes them."""
+    cfg = config("llama", layers)
+    model = model_class(cfg)(cfg).to(torch.bfloat16)
+    add_lora(model, 2, ("q_proj",))
+    return model
+
+
 def tracked(model, batch, recipe: Recipe | None = None, loss=None) -> MemoryTracker:
     """The second step of a real run, which changes ``model``."""
     recipe = recipe or Recipe()
@@ -160,7 +161,7 @@ def assert_same(predicted, tracker) -> None:
 
 
 def assert_short_is_full(source, **ask):
-    """Short traces say what the full one says, also of the allocator. Returns their prediction."""
+    """Short traces say what the full one says, also of the allocator. Returns both."""
     short, full = predict(source, **ask), predict(source, **ask, full=True)
     assert not full.traced_layers
     assert (short.peak, short.peak_by_phase) == (full.peak, full.peak_by_phase)
@@ -168,7 +169,7 @@ def assert_short_is_full(source, **ask):
     assert short.offload_traffic_bytes == full.offload_traffic_bytes
     assert np.array_equal(short.timeline.rows, full.timeline.rows)
     assert short.replay_allocator() == full.replay_allocator()
-    return short
+    return short, full
 
 
 def mean_square(model, x):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
-from torch.func import functional_call, grad, stack_module_state, vmap
+from torch.func import functional_call, grad, vmap
 from torch.nn.utils import parametrizations, rnn
 from torch.optim import SGD, SparseAdam
 
@@ -63,17 +63,6 @@ def convolutions_with_batch_norm():
 
 
 @program
-def transformer_with_a_mask():
-    model, a, b = (
-        nn.Transformer(64, 4, 1, 1, 128, batch_first=True),
-        batch(8, 16, 64),
-        batch(8, 12, 64),
-    )
-    mask = nn.Transformer.generate_square_subsequent_mask(12)
-    return usual(model, lambda: model(a, b, tgt_mask=mask).square().mean())
-
-
-@program
 def weight_tying():
     table, body = nn.Embedding(512, 64), mlp(64, 128, 64)
     ids = torch.randint(0, 512, (4, 32))
@@ -99,15 +88,6 @@ def sparse_embedding():
             optimizer.zero_grad()
 
     return nn.ModuleList([table, head]), optimizers, step
-
-
-@program
-def graph_convolution():
-    model, x, y = mlp(64, 128, 10), batch(256, 64), labels(256)
-    links = torch.sparse_coo_tensor(
-        torch.randint(0, 256, (2, 1024)), torch.rand(1024), (256, 256), check_invariants=True
-    ).coalesce()
-    return usual(model, lambda: F.cross_entropy(model(torch.sparse.mm(links, x)), y))
 
 
 # Parametrized, constrained, quantized weights.
@@ -173,20 +153,6 @@ def step_inside_backward():
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(update)
     return model, list(own.values()), lambda: F.cross_entropy(model(x), y).backward()
-
-
-@program
-def ensemble_by_vmap():
-    nets, x = [mlp(32, 64, 10) for _ in range(4)], batch(64, 32)
-    stacked, _ = stack_module_state(nets)
-    model = nn.ParameterList(nn.Parameter(p.detach()) for p in stacked.values())
-    meta = nets[0].to("meta")
-
-    def loss():
-        named = dict(zip(stacked, model, strict=True))
-        return vmap(lambda weights: functional_call(meta, weights, x))(named).square().mean()
-
-    return usual(model, loss)
 
 
 @program

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
 from torch.optim import AdamW, RMSprop
-from torch.utils.checkpoint import checkpoint_sequential
 
 # Loops: accumulation, clipping, evaluation, loaders, precisions.
 
@@ -54,36 +53,6 @@ def evaluation_after_the_step():
     return model, optimizer, step
 
 
-class LightModule(nn.Module):
-    """A loop as Lightning runs it: the closure is handed to the optimizer's step."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = mlp(128, 256, 10)
-
-    def training_step(self, rows):
-        x, y = rows
-        return {"loss": F.cross_entropy(self.net(x), y)}
-
-
-@program
-def closure_in_the_step():
-    model, rows = LightModule(), (batch(64, 128), labels(64))
-    optimizer = adamw(model)
-
-    def closure():
-        loss = model.training_step(rows)["loss"]
-        optimizer.zero_grad()
-        loss.backward()
-        return loss
-
-    def step():
-        optimizer.step(closure)
-        optimizer.zero_grad()
-
-    return model, optimizer, step
-
-
 @program
 def autocast_bf16():
     model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
@@ -113,25 +82,6 @@ def float16_with_a_scaler():
 
 
 # Less memory.
-
-
-@program
-def checkpoints_in_sequence():
-    model, x = (
-        nn.Sequential(*(mlp(128, 512, 128) for _ in range(4))),
-        batch(64, 128).requires_grad_(),
-    )
-
-    def loss():
-        x.grad = None
-        return (
-            checkpoint_sequential(model, 2, x, use_reentrant=False, preserve_rng_state=False)
-            .square()
-            .mean()
-        )
-
-    model, optimizer, step = usual(model, loss)
-    return model, optimizer, lambda: (step(), setattr(x, "grad", None))
 
 
 @program

@@ -33,26 +33,6 @@ def average_swapped_in_for_an_evaluation():
 
 
 @program
-def encoder_that_packs_padded_rows_in_evaluation():
-    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, dropout=0)
-    model, x = nn.TransformerEncoder(layer, 2), batch(4, 10, 32)
-    padding = torch.zeros(4, 10, dtype=torch.bool)
-    padding[:, 9] = True
-    optimizer = adamw(model)
-
-    def step():
-        model.train()
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        model.eval()
-        with torch.no_grad():
-            model(x, src_key_padding_mask=padding)
-
-    return model, optimizer, step
-
-
-@program
 def sharpness_aware_by_swaps():
     model, x, y = mlp(64, 128, 10), batch(32, 64), labels(32)
     optimizer = adamw(model)
