@@ -155,6 +155,34 @@ class Divides(OfRows):
         return loss / self.args.gradient_accumulation_steps if self.by == "args" else loss
 
 
+class OwnStep(OfRows):
+    """Divides in a ``training_step`` of its own, by what it is told to divide by."""
+
+    pieces = 4
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        (loss / self.pieces).backward()
+        return loss.detach()
+
+
+class OwnBackward(OwnStep):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().compute_loss(model, inputs).detach()
+
+
+def test_a_training_step_of_ones_own_is_asked(tmp_path):
+    trainer = trainer_of(OwnStep, tmp_path)
+    with pytest.raises(ValueError, match="trains another loss with OwnStep"):
+        check_accumulation(trainer)  # a step of one micro-batch is divided too
+    trainer.pieces = 1
+    with pytest.raises(ValueError, match="trains another loss with OwnStep"):
+        check_accumulation(trainer)
+    with pytest.raises(ValueError, match=r"raised ValueError: no call of backward\(\)"):
+        check_accumulation(trainer_of(OwnBackward, tmp_path))
+
+
 def gradient_of(trainer):
     """The gradient that the trainer's first step is taken with."""
     found = []
