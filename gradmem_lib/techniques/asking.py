@@ -81,7 +81,7 @@ class Question:
         try:
             try:
                 return Observation(self.ask(batch), None)
-            except RuntimeError:
+            except Exception:
                 # Some losses need a graph: a gradient penalty, or forces.
                 with torch.enable_grad():
                     return Observation(self.ask(batch), None)

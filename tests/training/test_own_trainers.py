@@ -9,7 +9,7 @@ from support.refusals import refusal
 from support.trainers import plain_arguments, small
 from transformers import PrinterCallback, Trainer
 
-from gradmem_lib import check_accumulation
+from gradmem_lib import Recipe, check_accumulation, make_trainer
 from gradmem_lib.course import run_ranks
 
 VOCABULARY, WIDTH = 512, 12
@@ -130,6 +130,17 @@ def test_two_means_are_refused_and_uncut_they_are_right(tmp_path):
     with pytest.raises(ValueError, match=r"steps=1 with.*steps=4 trains another loss with OfBoth"):
         check_accumulation(trainer_of(OfBoth, tmp_path))
     check_accumulation(trainer_of(OfBoth, tmp_path, accumulation=1))
+
+
+def test_the_trainer_of_a_recipe_passes(tmp_path):
+    recipe = Recipe(accumulation=4)
+    files = {"output_dir": tmp_path, "remove_unused_columns": False}
+    rows = [
+        {name: row[name] for name in ("input_ids", "labels")}
+        for row in map(Rows().__getitem__, range(8))
+    ]
+    trainer = make_trainer(small(layers=1), recipe, batch_size=4, train_dataset=rows, **files)
+    assert check_accumulation(trainer) is None
 
 
 def test_what_cannot_be_asked_is_said_so(tmp_path):
