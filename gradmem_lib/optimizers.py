@@ -5,8 +5,9 @@ training, plans, closed forms and the command line read the row, and have no lis
 The place of a row counts too: a plan prefers the earlier of two optimizers that are equally fast.
 """
 
+import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -55,7 +56,8 @@ class OptimizerSpec:
         words: what it is, in a few words.
         made_by: the class, with the module that has it: of ``torch.optim``, of
             ``transformers.optimization``, or of this library's techniques
-            (``"techniques.optimizers.AdamW8bit"``). It takes parameters and ``lr=``.
+            (``"techniques.optimizers.AdamW8bit"``); or the class itself. It takes parameters and
+            ``lr=``.
         settings: what else the class takes. Variants are always explicit, since torch would choose
             them by device.
         learning_rate: where the usual one would be wrong.
@@ -80,7 +82,7 @@ class OptimizerSpec:
     """
 
     words: str
-    made_by: str
+    made_by: str | Callable[..., Any]
     state_bytes: Bytes
     step_traffic: Bytes
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -141,7 +143,31 @@ _ADAMW = OptimizerSpec(
     trainer_name="adamw_torch",
     adam_settings=True,
 )
-OPTIMIZERS: dict[str, OptimizerSpec] = Rows(
+
+
+class _Optimizers(Rows):
+    """A class has a row too, of what its arguments say: a plan does not compare its bytes."""
+
+    def __missing__(self, value: Any) -> Any:
+        if hasattr(value, "param_groups"):
+            raise ValueError(
+                "prepare makes the optimizer: give the class, or functools.partial of it with its "
+                f"settings, as optimizer={type(value).__name__}"
+            )
+        if not callable(value):
+            return super().__missing__(value)
+        if {"lr", "weight_decay"} & set(getattr(value, "keywords", ())):
+            raise ValueError(
+                "give lr and weight_decay to prepare or make_trainer, and not to a partial"
+            )
+        parameters = inspect.signature(value).parameters
+        settings = {}
+        if "foreach" in parameters and parameters["foreach"].default is None:
+            settings["foreach"] = False  # as in every row: torch would choose it by device
+        return OptimizerSpec(str(value), value, Bytes(), Bytes(), settings)
+
+
+OPTIMIZERS: dict[Any, OptimizerSpec] = _Optimizers(
     "optimizer",
     OptimizerSpec,
     {

@@ -4,23 +4,30 @@ import difflib
 from collections.abc import Collection
 from typing import Any
 
-# What other libraries call something, and this library's words for it.
+# What other libraries and people call each of this library's words.
 _WORDS = {
-    "16": ("autocast-fp16",),
-    "16-mixed": ("autocast-fp16",),
-    "4bit": ("nf4", "qlora"),
-    "adamw_torch": ("adamw",),
-    "adamw_torch_fused": ("adamw-fused",),
-    "bf16-mixed": ("autocast-bf16",),
-    "bfloat16": ("bf16",),
-    "bnb": ("nf4", "adamw-8bit"),
-    "flash": ("fused",),
-    "float16": ("autocast-fp16", "fp16"),
-    "fp16": ("autocast-fp16",),
-    "fp32": ("float32",),
-    "full_shard": ("fsdp",),
-    "shard_grad_op": ("zero2",),
-    "zero3": ("fsdp",),
+    "adamw": "adamw_torch adamw_hf paged_adamw_32bit",
+    "adamw-8bit": "bnb 8bit",
+    "adamw-fused": "adamw_torch_fused fused",
+    "autocast-bf16": "amp autocast bf16-mixed mixed mixed-bf16",
+    "autocast-fp16": "16 16-mixed float16 fp16 half mixed-fp16",
+    "bf16": "bf16-true bfloat16",
+    "cuda": "gpu",
+    "ddp": "data-parallel distributeddataparallel dp no-shard",
+    "eager": "math naive",
+    "elementwise": "selective",
+    "float32": "32 32-true float fp32 full no tf32",
+    "fp16": "float16 half",
+    "fsdp": "full-shard fully-shard hsdp hybrid-shard stage3 zero-3 zero3",
+    "flash_attention_2": "fa2 flash-attention flash-attn flash2",
+    "fused": "efficient flash mem-efficient sdp xformers",
+    "mlp": "feed-forward ffn",
+    "nf4": "4-bit 4bit bnb int4",
+    "nf4-double": "double-quant",
+    "per-layer": "all block full gradient-checkpointing true yes",
+    "qlora": "4bit",
+    "zero1": "stage1",
+    "zero2": "shard-grad-op stage2 zero-2",
 }
 
 
@@ -38,12 +45,12 @@ def nearest_word(value: Any, names: Collection) -> str | None:
     """The one of ``names`` that someone who wrote ``value`` most likely means; ``None`` if none is
     near.
     """
-    written = str(value).lower()
-    for word in _WORDS.get(written, ()):
-        if word in names:
+    written = str(value).lower().removeprefix("torch.").replace("_", "-")
+    for word, others in _WORDS.items():
+        if word in names and written in others.replace("_", "-").split():
             return word
     words = [name for name in names if isinstance(name, str)]
-    near = difflib.get_close_matches(written.replace("_", "-"), words, n=1)
+    near = difflib.get_close_matches(written, words, n=1)
     return near[0] if near else None
 
 

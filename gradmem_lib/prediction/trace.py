@@ -45,6 +45,8 @@ from .recorders import recorder_class
 from .running_loop import RunningLoop
 from .surroundings import left_alone
 
+ANY_NUMBER = 2.0  # that a fake tensor has: as the counters of steps, in a second one
+
 
 def traced(
     question: Question, micro_batches: int | None = None, *, few_chunks: bool = False
@@ -255,7 +257,7 @@ class _FakeStep:
             # in a first forward, "best" measures the layers and chooses a schedule
             with autocast("cpu", self.recipe):
                 loss_of(self.model, next(cut_batch(self.batch, self.recipe)), self.recipe)
-        self.mode.value = 1.0
+        self.mode.value = ANY_NUMBER
         for optimizer in self.loop.optimizers:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -269,12 +271,12 @@ class _FakeStep:
         def mark(part: str) -> None:
             # In the model, values may decide what is computed. Elsewhere, any number needs the
             # same bytes: the number of labels, the loss, Adafactor's scales.
-            self.mode.value = None if part == "forward" else 1.0
+            self.mode.value = None if part == "forward" else ANY_NUMBER
             if recorder is not None:
                 recorder.begin_part()
             self.loop.begin_part(part)
 
-        self.mode.value = 1.0
+        self.mode.value = ANY_NUMBER
         try:
             step(
                 self.model,

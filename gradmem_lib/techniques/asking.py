@@ -81,7 +81,7 @@ class Question:
         try:
             try:
                 return Observation(self.ask(batch), None)
-            except RuntimeError:
+            except Exception:
                 # Some losses need a graph: a gradient penalty, or forces.
                 with torch.enable_grad():
                     return Observation(self.ask(batch), None)
@@ -167,7 +167,7 @@ def asking_loss(
     model: nn.Module, loss_of: Callable, processes: Processes | None = None
 ) -> AbstractContextManager[Question]:
     """The same for ``loss_of(model, batch)``, which returns a tensor of one element."""
-    return asking(model, lambda batch: float(loss_of(model, batch)), processes)
+    return asking(model, lambda batch: loss_of(model, batch).item(), processes)
 
 
 def first_line(error: Exception) -> str:

@@ -25,7 +25,8 @@ import warnings
 from bisect import bisect
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass, is_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.modules import call_override, original_call
+from ..compat.trees import tree_map_only
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from ..model.layers import Named, find_layers, layers_in
@@ -78,9 +80,8 @@ def checkpoint_layers(
 
     The first layer of a segment runs all of it, and the others hand on its output. Calls that do
     not fit are refused, and so is the gradient of an output inside a segment, which is the
-    segment's: of a forward that ends there, or that collects outputs. If layers return more than a
-    tensor, or outputs are detached, that is not seen: checkpoint such layers one by one
-    (``every=1``).
+    segment's: of a forward that ends there, or that collects outputs. If outputs are detached, that
+    is not seen: checkpoint such layers one by one (``every=1``).
 
     Modules, parameters and state dicts do not change, and layers in eval mode or without gradients
     run as before. Hooks on a layer fire each time that it runs (the last layer of a recomputation
@@ -302,10 +303,8 @@ class _LayerCalls:
 
 def _for_the_next_layer(i: int, out: Any) -> Any:
     """The output of layer ``i``'s segment, as the layer itself returns it. The next layer's call
-    returns another tensor, so that this one gets a gradient only if something else uses it.
+    returns other tensors, so that these get a gradient only if something else uses them.
     """
-    if not isinstance(out, Tensor) or not out.requires_grad:
-        return out
 
     def refuse(gradient: Tensor) -> None:
         raise RuntimeError(
@@ -313,8 +312,17 @@ def _for_the_next_layer(i: int, out: Any) -> Any:
             f"layer {i + 1}, and a layer inside a segment returns the output of the segment"
         )
 
-    handed_on = out.view_as(out)
-    handed_on.register_hook(refuse)
+    def hand_on(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        view = tensor.view_as(tensor)
+        view.register_hook(refuse)
+        return view
+
+    handed_on = tree_map_only(Tensor, hand_on, out)
+    if handed_on is out and is_dataclass(out):
+        handed_on = copy(out)
+        vars(handed_on).update(tree_map_only(Tensor, hand_on, vars(out)))
     return handed_on
 
 

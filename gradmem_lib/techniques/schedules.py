@@ -21,6 +21,7 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from ..names import CHECKPOINTING
+from ..rows import nearest_word
 from ..units import check_positive_int, is_positive_int
 
 if TYPE_CHECKING:
@@ -227,6 +228,9 @@ def checked_schedule(
         return every
     if isinstance(every, (list, tuple)) and every and all(map(is_positive_int, every)):
         return tuple(every)
+    near = nearest_word(every, names)
+    if near is not None:
+        raise ValueError(f"{what}={every!r} is not known: did you mean {near!r}?")
     raise ValueError(
         f"{what}={every!r}: give {', '.join(map(repr, names))}, the number of layers in a segment "
         "(a whole number of at least 1), 'first-5' for the first 5 layers one by one (fit finds "

@@ -153,10 +153,13 @@ def rules_of(items: Any) -> list[Rule]:
     def not_ignored(model: nn.Module, batch: Any) -> Tensor:
         return entry(batch) != IGNORED
 
-    def weights(model: nn.Module, batch: Any) -> float:
-        return entry(batch).sum().item()
+    def weights(start: int) -> Rule:
+        return lambda model, batch: entry(batch)[..., start:].sum().item()
 
-    return [said] if callable(items) else [each(not_ignored), after_shift(not_ignored), weights]
+    if callable(items):
+        return [said]
+    # after the shift too: a mask of targets is as long as the labels
+    return [each(not_ignored), after_shift(not_ignored), weights(0), weights(1)]
 
 
 def count_by(rule: Rule, model: nn.Module, batch: Any) -> int | float:

@@ -1,8 +1,9 @@
 """Whether a ``Trainer`` with a loss of its own trains the same loss with accumulation as without.
 
 ``Trainer`` adds up the losses of a step's micro-batches, or averages them. Whether that is the loss
-of all their rows together depends on ``compute_loss``, so it is asked: once for a few rows in one
-micro-batch of one process, and once for the same rows as they are cut, over all processes.
+of all their rows together depends on ``compute_loss`` and ``training_step``, so it is asked: once
+for a few rows in one micro-batch of one process, and once for the same rows as they are cut, over
+all processes.
 """
 
 import copy
@@ -15,9 +16,9 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
+from torch import Tensor
 from transformers import Trainer
 
-from ..compat.transformers_models import prepared_inputs
 from ..techniques.asking import RANDOM, SAME_ROWS, asking, first_line
 from ..techniques.data_parallel import Processes
 from .probe_rows import MOST_ROWS
@@ -38,7 +39,7 @@ def check_accumulation(trainer: Trainer) -> None:
     """Raise ``ValueError`` if the loss of ``trainer`` is another one in pieces.
 
     The first four rows of its training data (of several processes, at least one for each) go
-    through its collator and its ``compute_loss``: together, as the step of one process without
+    through its collator and its ``training_step``: together, as the step of one process without
     accumulation, and in pieces, as a step of all processes whose micro-batches have one row each.
     These are forwards in eval mode, without gradients, with a few other numbers in the trained
     weights. Afterwards the weights, the random numbers and the model's mode are as before; what
@@ -108,7 +109,6 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
     pieces = math.ceil(MOST_ROWS / processes)  # of each process
     if trainer.args.gradient_accumulation_steps == 1:
         pieces = 1
-    divides = not _is_divided_by_items(trainer, items=True)
     ratio = in_pieces / together if together else 0.0
     # By how much a mistake changes the loss, and what to do about it.
     by_pieces: tuple[float, str] = (
@@ -116,7 +116,7 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
         "set loss_is_scaled_for_ga = False in the class if compute_loss returns the mean of its "
         "micro-batch, since nobody divides",
     )
-    if divides:
+    if _divides(trainer):
         by_pieces = (
             1 / pieces,
             "set loss_is_scaled_for_ga = True in the class, or leave the division to Trainer, "
@@ -171,37 +171,36 @@ def _in_processes(trainer: Trainer, processes: int) -> Iterator[None]:
 
 
 def _loss_of_a_step(trainer: Trainer, micro_batches: list[Any]) -> float:
-    """The loss whose gradient ``Trainer`` steps with, as its ``training_step`` makes it."""
-    device, steps = trainer.args.device, len(micro_batches)
-    total = 0.0
+    """The loss whose gradient ``trainer`` steps with: the sum of all that its ``training_step``,
+    which may be its own, calls ``backward()`` of.
+    """
+    model, device, steps = trainer.model, trainer.args.device, len(micro_batches)
+    losses: list[float] = []
     with ExitStack() as undo:
-        for owner, name in (
-            (trainer, "current_gradient_accumulation_steps"),
-            (trainer.args, "gradient_accumulation_steps"),
+        for owner, name, value in (
+            (trainer, "current_gradient_accumulation_steps", steps),
+            (trainer.args, "gradient_accumulation_steps", steps),
+            (trainer.accelerator, "scaler", None),
+            (model, "train", lambda mode=True: model),  # no dropout
+            (Tensor, "backward", lambda loss, *given, **named: losses.append(loss.item())),
         ):
-            undo.enter_context(patch.object(owner, name, steps, create=True))
+            undo.enter_context(patch.object(owner, name, value, create=True))
         batches, items = trainer.get_batch_samples(iter(micro_batches), steps, device)
         for number, batch in enumerate(batches, 1):
-            with trainer.compute_loss_context_manager():
-                loss = _loss_of_one(trainer, batch, items)
-            if not math.isfinite(loss):
+            trainer.training_step(model, batch, items)
+            if not math.isfinite(sum(losses)):
                 raise _NotFinite(
                     "look for very large or missing numbers: of the first rows of the training "
-                    f"data, micro-batch {number} of {steps} has the loss {loss}"
+                    f"data, micro-batch {number} of {steps} has the loss {losses[-1]}"
                 )
-            total += loss
-    return total if _is_divided_by_items(trainer, items) else total / steps
+    if not losses:
+        raise ValueError("no call of backward() in training_step")
+    return sum(losses)
 
 
-def _loss_of_one(trainer: Trainer, batch: Any, items: Any) -> float:
-    inputs = dict(prepared_inputs(trainer, batch))
-    return float(trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items))
-
-
-def _is_divided_by_items(trainer: Trainer, items: Any) -> bool:
-    """Whether ``compute_loss`` divides by the items of the step, and not of its micro-batch."""
+def _divides(trainer: Trainer) -> bool:
+    """Whether ``Trainer`` divides the loss by the micro-batches, if the rows have labels."""
     said = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5
     if said is not None:
-        return said
-    takes_items = trainer.model_accepts_loss_kwargs and items is not None
-    return takes_items or trainer.compute_loss_func is not None
+        return not said
+    return not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None

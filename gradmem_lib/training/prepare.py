@@ -323,10 +323,12 @@ def make_optimizer(
     return optimizer
 
 
-def optimizer_class(made_by: str) -> Callable[..., Optimizer]:
+def optimizer_class(made_by: Any) -> Callable[..., Optimizer]:
     """The class that a row of ``OPTIMIZERS`` names, with its module: torch's, or one of ours in
     ``techniques``.
     """
+    if callable(made_by):
+        return made_by
     if made_by.startswith("techniques."):
         made_by = f"{__package__.partition('.')[0]}.{made_by}"
     # Imported only if needed: transformers takes a second. It may import peft, which must not get

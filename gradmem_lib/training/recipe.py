@@ -40,7 +40,10 @@ class Recipe:
 
     Attributes:
         precision: a key of ``PRECISIONS``, or ``None`` to train a module in the dtypes that it has.
-        optimizer: a key of ``OPTIMIZERS``; ``momentum`` is for SGD.
+        optimizer: a key of ``OPTIMIZERS``; ``momentum`` is for SGD. Or any class of optimizers, or
+            a ``functools.partial`` of it with settings besides its rate and decay. It is called
+            with parameters and ``lr=``, and steps one parameter after another if it may choose
+            (``foreach=True`` is such a setting).
         in_backward: step each parameter as soon as its gradient is complete, and free the gradient
             at once.
         attention: ``"fused"``, ``"eager"``, or ``None`` to leave the model's attention as it is.
@@ -84,7 +87,7 @@ class Recipe:
     """
 
     precision: str | None = "float32"
-    optimizer: str = "adamw"
+    optimizer: Any = "adamw"
     momentum: float = 0.0
     in_backward: bool = False
     attention: str | None = "fused"
@@ -104,7 +107,6 @@ class Recipe:
 
     def __post_init__(self) -> None:
         check_choice("precision", self.precision, (*PRECISIONS, None))
-        check_choice("optimizer", self.optimizer, OPTIMIZERS)
         self._check_attention()
         check_choice("offload", self.offload, (*OFFLOAD, None))
         check_choice("sharding", self.sharding, (*SHARDING, None))

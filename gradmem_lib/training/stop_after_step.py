@@ -12,6 +12,8 @@ class StopAfterStep(TrainerCallback):
     it.
     """
 
+    stop_requested = False
+
     def __enter__(self) -> None:
         self.stop_requested = self.stopped = self._announced = False
         self._undo = ExitStack()

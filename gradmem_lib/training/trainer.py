@@ -193,7 +193,10 @@ class RecipeTrainer(Trainer):
             if self.recipe.chunked_loss:
                 outputs = {"loss": chunked_loss(self.model, inputs)}
             elif self.compute_loss_func is not None:
-                loss, outputs = super().compute_loss(model, dict(inputs), return_outputs=True)
+                labels = {"labels": None, **inputs}["labels"]
+                outputs = model(**{n: v for n, v in inputs.items() if n != "labels"})
+                items = torch.tensor(count_items(self.model, inputs))
+                loss = self.compute_loss_func(outputs, labels, num_items_in_batch=items)
                 outputs = {"loss": loss, **dict(outputs, loss=loss)}
             else:
                 outputs = model(**inputs)

@@ -430,6 +430,24 @@ def half_frozen_with_gradients() -> nn.Module:
     return model
 
 
+class Sign(torch.optim.Optimizer):
+    """A class of one's own, with a state of another dtype than its parameter's."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
+                state["mean"].lerp_(p.grad.bfloat16(), 0.1)
+                p.sub_(state["mean"].sign(), alpha=group["lr"])
+
+
+CENTERED = partial(torch.optim.RMSprop, centered=True, momentum=0.9)
 SQUARE = torch.randn(32, 64)
 PAIR = {"x": SQUARE, "target": SQUARE}
 SCALED = PAIR | {"by": torch.tensor(2.0)}
@@ -450,6 +468,14 @@ PROGRAMS |= {
     **{
         f"weights that a hook computes {fields}": Program(NormalizedWeights, fields=fields)
         for fields in ({"accumulation": 2}, {"precision": "autocast-bf16"})
+    },
+    **{
+        f"stepped by {optimizer}": Program(
+            lambda: nn.Sequential(nn.Linear(8, 48), nn.Linear(48, 4)),
+            fields=AS_IT_IS | {"optimizer": optimizer},
+            loss=mean_square,
+        )
+        for optimizer in (torch.optim.Adagrad, torch.optim.NAdam, CENTERED, Sign)
     },
 }
 

@@ -1,5 +1,7 @@
 """Checkpointed layers against plain ones, bit by bit."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from support.checkpointed import FAMILIES, HF, N, batch_for, layers_of, made, same, step, taken
@@ -100,6 +102,43 @@ def test_layers_that_return_more_than_their_hidden_state_are_refused_in_segments
         run(x).sum().backward()
     with checkpoint_layers(layers, 2), pytest.raises(RuntimeError, match="every=1"):
         run(x)
+
+
+@dataclass
+class Out:
+    hidden: torch.Tensor
+
+
+CONTAINERS = {
+    "dataclass": (Out, lambda out: out.hidden),
+    "dict": (lambda x: {"hidden": x}, lambda out: out["hidden"]),
+    "list": (lambda x: [x], lambda out: out[0]),
+}
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_an_output_inside_a_segment_that_is_used_elsewhere_is_refused_in_any_container(kind):
+    wrap, hidden = CONTAINERS[kind]
+
+    class Layer(nn.Linear):
+        def forward(self, out):
+            return wrap(super().forward(hidden(out)))
+
+    layers = nn.ModuleList(Layer(4, 4) for _ in range(4))
+
+    def run(used: bool) -> list[torch.Tensor]:
+        out, total = wrap(torch.ones(2, 4)), torch.zeros(())
+        for layer in layers:
+            out = layer(out)
+            if used:
+                total = total + hidden(out).sin().sum()
+        return torch.autograd.grad(total + hidden(out).sum(), list(layers.parameters()))
+
+    expected = run(used=False)
+    with checkpoint_layers(layers, 2):
+        assert all(map(torch.equal, expected, run(used=False)))
+        with pytest.raises(RuntimeError, match="end a segment at layer 2, or use every=1"):
+            run(used=True)
 
 
 def test_autocast_is_the_same_when_layers_run_again():

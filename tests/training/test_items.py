@@ -548,9 +548,17 @@ def weighed_rows(model, batch):
     return (losses * batch["weight"]).sum() / batch["weight"].sum()
 
 
+def of_masked(model, batch):
+    """As in trl: the mask is as long as the labels, and its first number is not used."""
+    targets, mask = batch["labels"][:, 1:].clamp(min=0), batch["mask"][:, 1:]
+    losses = F.cross_entropy(model(batch["x"])[:, :-1].mT, targets, reduction="none")
+    return (losses * mask).sum() / mask.sum()
+
+
 ZEROS = tagged() | {"labels": tagged()["labels"].add(1).clamp(min=0) % CLASSES}
 OTHER_NAME = {"x": tagged()["x"], "y": tagged()["labels"]}
 WEIGHED = classified() | {"weight": random(ROWS, seed=6).abs() + 0.1}
+MASKED = tagged() | {"mask": (tagged()["labels"] % 2).clamp(min=0)}
 SAID = {
     "0 is ignored, after the shift": (
         ZEROS,
@@ -566,6 +574,7 @@ SAID = {
     ),
     "weights of rows": (WEIGHED, weighed_rows, "weight", "labels"),
     "a tuple": (tuple(OTHER_NAME.values()), token_mean(-100, key=1), 1, 0),
+    "a mask of targets, after the shift": (MASKED, of_masked, "mask", "labels"),
 }
 
 

@@ -9,7 +9,7 @@ from support.refusals import refusal
 from support.trainers import LastGradient, plain_arguments, small
 from transformers import PrinterCallback, Trainer
 
-from gradmem_lib import check_accumulation
+from gradmem_lib import Recipe, check_accumulation, make_trainer
 from gradmem_lib.course import run_ranks
 
 VOCABULARY, WIDTH = 512, 12
@@ -151,6 +151,17 @@ def test_two_means_are_refused_and_uncut_they_are_right(tmp_path):
     check_accumulation(trainer_of(OfBoth, tmp_path, accumulation=1))
 
 
+def test_the_trainer_of_a_recipe_passes(tmp_path):
+    recipe = Recipe(accumulation=4)
+    files = {"output_dir": tmp_path, "remove_unused_columns": False}
+    rows = [
+        {name: row[name] for name in ("input_ids", "labels")}
+        for row in map(Rows().__getitem__, range(8))
+    ]
+    trainer = make_trainer(small(layers=1), recipe, batch_size=4, train_dataset=rows, **files)
+    assert check_accumulation(trainer) is None
+
+
 def test_what_cannot_be_asked_is_said_so(tmp_path):
     with pytest.raises(ValueError, match=r"^draw random numbers.*cannot be seen"):
         check_accumulation(trainer_of(OfChance, tmp_path))
@@ -160,6 +171,34 @@ def test_what_cannot_be_asked_is_said_so(tmp_path):
         check_accumulation(hidden)
     with pytest.raises(ValueError, match=r"cannot be seen.*raised KeyError: 'no such column'"):
         check_accumulation(trainer_of(Failing, tmp_path))
+
+
+class OwnStep(OfRows):
+    """Divides in a ``training_step`` of its own, by what it is told to divide by."""
+
+    pieces = 4
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        model.train()
+        loss = self.compute_loss(model, self._prepare_inputs(inputs))
+        (loss / self.pieces).backward()
+        return loss.detach()
+
+
+class OwnBackward(OwnStep):
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().compute_loss(model, inputs).detach()
+
+
+def test_a_training_step_of_ones_own_is_asked(tmp_path):
+    trainer = trainer_of(OwnStep, tmp_path)
+    with pytest.raises(ValueError, match="trains another loss with OwnStep"):
+        check_accumulation(trainer)  # a step of one micro-batch is divided too
+    trainer.pieces = 1
+    with pytest.raises(ValueError, match="trains another loss with OwnStep"):
+        check_accumulation(trainer)
+    with pytest.raises(ValueError, match=r"raised ValueError: no call of backward\(\)"):
+        check_accumulation(trainer_of(OwnBackward, tmp_path))
 
 
 def gradient_of(trainer):

@@ -137,8 +137,17 @@ def as_trainer_wants_it(outputs, labels, num_items_in_batch=None):
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+def of_items(outputs, labels, num_items_in_batch):
+    return as_trainer_wants_it(outputs, labels, num_items_in_batch * 1.0)
+
+
 @pytest.mark.parametrize(
-    "given", [{"compute_loss_func": as_trainer_wants_it}, {"label_smoothing_factor": 0.2}]
+    "given",
+    [
+        {"compute_loss_func": as_trainer_wants_it},
+        {"compute_loss_func": of_items},
+        {"label_smoothing_factor": 0.2},
+    ],
 )
 def test_losses_of_ones_own_that_are_means_are_taken(given, tmp_path):
     exact, rows = tiny(torch.float64), batch(range(4))
