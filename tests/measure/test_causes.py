@@ -193,7 +193,7 @@ def test_much_is_promised_of_many_forwards():
 
 def test_a_long_scoring_is_blamed_for_the_forwards_that_are_no_longer_in_the_list():
     net, x, scores = oom.Net(), torch.randn(8, 64), []
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for _ in range(400):
             scores.append(net(x).mean())
     found = diagnose(tracker).causes[0]
@@ -221,7 +221,7 @@ def test_fused_is_not_offered_where_the_first_states_do_not_fit():
         budget = int(3.6 * weights)
         with (
             pytest.raises(BudgetExceeded) as caught,
-            MemoryTracker(net, optimizer, budget=budget, live=False),
+            MemoryTracker(net, optimizer, budget=budget),
         ):
             net(x).square().mean().backward()
             optimizer.step()
@@ -238,7 +238,7 @@ def test_chunks_of_the_loss_are_not_offered_for_an_embeddings_output():
     ids = torch.zeros(8, 64, dtype=torch.long)
     with (
         pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(model, budget="2800 KiB", live=False),
+        MemoryTracker(model, budget="2800 KiB"),
     ):
         model["head"](model["embed"](ids))
     assert "embedding" in str(caught.value)
@@ -265,7 +265,7 @@ def test_a_trainers_evaluation_is_told_three_arguments_and_each_of_them_helps():
 def test_an_error_says_the_causes_too():
     net, total, budget = oom.Net(), 0, 2 * 2**20
     x = torch.randn(256, 64)
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, budget=budget, live=False):
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, budget=budget):
         for _ in range(8):
             total = total + net(x).square().mean()
     text = in_one_line(caught.value)

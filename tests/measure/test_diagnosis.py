@@ -53,7 +53,7 @@ def tracked(recipe: Recipe, rows: int, tokens: int, layers: int = 3) -> MemoryTr
     ids = torch.randint(0, 400, (rows, tokens), generator=torch.Generator().manual_seed(0))
     made = prepare(model, recipe)
     with MemoryTracker(
-        made.model, None if isinstance(made.optimizer, list) else made.optimizer, live=False
+        made.model, None if isinstance(made.optimizer, list) else made.optimizer
     ) as tracker:
         for _ in range(2):
             step(made.model, made.optimizer, {"input_ids": ids, "labels": ids}, recipe)
@@ -109,7 +109,7 @@ def test_by_hand():
         nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)
     )
     x = torch.randn(1024, 512)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model(x).sum().backward()
     found, MiB = diagnose(tracker), 2**20
     at = found.peak.by_category
@@ -128,7 +128,7 @@ def test_a_prediction_and_an_error_are_diagnosed_as_well():
     assert found.peak == predicted.peak and "checkpointing" in found.cannot_help
     model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000)
     ids = torch.zeros(8, 64, dtype=torch.long)
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, live=False, budget="5 MiB"):
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, budget="5 MiB"):
         model(input_ids=ids, labels=ids).loss.backward()
     found = diagnose(caught.value)
     assert found.peak.total > 5 * 2**20 and SMALLER in found.helps
@@ -147,7 +147,7 @@ def test_sgd_is_offered_while_adam_makes_its_first_states(weights):
     budget = int(weights * sum(p.nbytes for p in net.parameters()))
     with (
         pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(net, optimizer, budget=budget, live=False),
+        MemoryTracker(net, optimizer, budget=budget),
     ):
         net(torch.randn(8, 256)).square().mean().backward()
         optimizer.step()
@@ -180,9 +180,9 @@ def test_after_a_reset_only_what_follows_counts(what):
     net = oom.Net()
     optimizer = oom.adamw(net)
     ordinary_steps(net, optimizer)
-    with MemoryTracker(net, optimizer, live=False) as begun_later:
+    with MemoryTracker(net, optimizer) as begun_later:
         what(net, optimizer)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         oom.stepped(net(torch.randn(2048, 64)).square().mean(), optimizer)
         with torch.no_grad():
             net(torch.randn(4096, 64))
@@ -198,7 +198,7 @@ def test_after_a_reset_only_what_follows_counts(what):
 def test_a_graph_from_before_the_reset_still_has_its_forward():
     net = oom.Net()
     optimizer = oom.adamw(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         ordinary_steps(net, optimizer)
         kept = net(torch.randn(2048, 64))  # a graph that nothing uses
         tracker.reset_peak()
@@ -214,7 +214,7 @@ def test_a_reset_inside_a_forward_forgets_what_was_before_it():
             tracker.reset_peak()
             return (x * 2).sum()
 
-    with MemoryTracker(live=False) as tracker, torch.no_grad():
+    with MemoryTracker() as tracker, torch.no_grad():
         Resets()(torch.randn(1000))
     assert tracker.forwards[0].peak < 100_000 * 4
 
@@ -230,7 +230,7 @@ def test_an_ordinary_step_names_the_line_that_makes_most_of_it():
     net = nn.ModuleList([nn.Linear(8, 512), nn.Linear(512, 8)])
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     x = torch.randn(2000, 8)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         for _ in range(2):
             wide = net[0](x)
             narrow = net[1](wide)

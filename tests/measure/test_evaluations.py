@@ -43,6 +43,6 @@ class TakesAnything(nn.Module):
 )
 def test_the_rows_of_a_batch_are_known_of_any_tensor(given, rows):
     model = TakesAnything()
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model(given).sum().backward()
     assert tracker.facts.batch_rows == rows

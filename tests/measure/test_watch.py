@@ -49,7 +49,7 @@ def test_each_tensor_of_what_is_given_counts_once(name):
     given = make()
     if name == "a generator":
         given = list(given)
-    with MemoryTracker(live=False, device="cpu") as tracker:
+    with MemoryTracker(device="cpu") as tracker:
         tracker.watch(given if name != "a generator" else iter(given), "other")
         tracker.watch(given, "other")
     assert tracker.peak.by_category["other"] == times * ONE
@@ -69,7 +69,7 @@ def test_each_tensor_of_what_is_given_counts_once(name):
     ids=["a number", "text", "None", "an array", "numbers", "an object", "an optimizer"],
 )
 def test_anything_else_is_refused_with_what_was_given_and_what_is_expected(given, words):
-    tracker = MemoryTracker(live=False, device="cpu")
+    tracker = MemoryTracker(device="cpu")
     with tracker, pytest.raises(TypeError, match=r"takes a tensor, a torch.nn.Module") as caught:
         tracker.watch(given, "other")
     assert words in str(caught.value)

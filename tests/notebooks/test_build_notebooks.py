@@ -126,16 +126,21 @@ def test_a_marked_value_becomes_an_ellipsis(line, stub):
 
 
 def test_a_stub_stands_where_the_answer_stood():
-    source = (
-        "class A:\n    def f(self):\n        if x:\n            ### BEGIN SOLUTION\n         "
-        " "
-        "  y()\n            ### END SOLUTION\n        return 1"
-    )
-    expected = (
-        "class A:\n    def f(self):\n        if x:\n            # your code here\n         "
-        " "
-        "  raise NotImplementedError\n        return 1"
-    )
+    source = """\
+class A:
+    def f(self):
+        if x:
+            ### BEGIN SOLUTION
+            y()
+            ### END SOLUTION
+        return 1"""
+    expected = """\
+class A:
+    def f(self):
+        if x:
+            # your code here
+            raise NotImplementedError
+        return 1"""
     assert builder.strip_solution(source, "here") == expected
 
 

@@ -127,7 +127,7 @@ def run(text: str, folder, steps: int = 1, **space) -> dict:
     is changed.
     """
     more = (
-        f", max_steps={steps}, max_grad_norm=0, live=False, progress=False, "
+        f", max_steps={steps}, max_grad_norm=0, progress=False, "
         f"callbacks=callbacks, output_dir={str(folder)!r}"
     )
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
@@ -251,7 +251,7 @@ def test_printed_code_needs_what_was_predicted(name, recipe, tmp_path, monkeypat
         replace(recipe, accumulation=2)
     )
     text = plan_code(option, config, config, "cpu", example=work.example)
-    more = ", max_steps=2, live=False, progress=False"
+    more = ", max_steps=2, progress=False"
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     rows = Rows(name)
     if name != LLAMA:
@@ -283,41 +283,44 @@ def test_printed_code_word_for_word():
     config = known_model("Llama-2-7B")[1]
     recipe = Recipe(precision="bf16", optimizer="adamw-8bit", every_n_layers=2, accumulation=8)
     assert text_of("llama 2 7b", config, recipe, "cuda") == (
-        "from transformers import LlamaForCausalLM\n"
-        "\n"
-        "from gradmem_lib import Recipe, make_trainer\n"
-        "\n"
-        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
-        "recipe = Recipe(\n"
-        '    precision="bf16",\n'
-        '    optimizer="adamw-8bit",\n'
-        "    every_n_layers=2,\n"
-        "    accumulation=8,\n"
-        ")\n"
-        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, "
-        "use_cpu=False)\n"
-        "trainer.train()\n"
+        """\
+from transformers import LlamaForCausalLM
+
+from gradmem_lib import Recipe, make_trainer
+
+model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
+recipe = Recipe(
+    precision="bf16",
+    optimizer="adamw-8bit",
+    every_n_layers=2,
+    accumulation=8,
+)
+trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, use_cpu=False)
+trainer.train()
+"""
     )
     recipe = Recipe(in_backward=True, chunked_loss=True)
     assert text_of(config, config, recipe, "cuda") == (
-        "from torch.utils.data import DataLoader\n"
-        "from transformers import LlamaForCausalLM, default_data_collator\n"
-        "\n"
-        "from gradmem_lib import Recipe, prepare, step\n"
-        "\n"
-        "model = LlamaForCausalLM(config)\n"
-        "recipe = Recipe(\n"
-        '    precision="float32",\n'
-        '    optimizer="adamw",\n'
-        "    in_backward=True,\n"
-        "    chunked_loss=True,\n"
-        ")\n"
-        "model, optimizer, undo = prepare(model, recipe)\n"
-        'model.to("cuda")\n'
-        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
-        "for rows in loader:\n"
-        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
-        "rows.items()}, recipe)\n"
+        """\
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, default_data_collator
+
+from gradmem_lib import Recipe, prepare, step
+
+model = LlamaForCausalLM(config)
+recipe = Recipe(
+    precision="float32",
+    optimizer="adamw",
+    in_backward=True,
+    chunked_loss=True,
+)
+model, optimizer, undo = prepare(model, recipe)
+model.to("cuda")
+loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)
+for rows in loader:
+    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, \
+recipe)
+"""
     )
 
 
@@ -326,30 +329,31 @@ def test_printed_code_for_several_cards_word_for_word():
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", accumulation=4)
     option = Option(recipe, 2, 0.0, 0, None, {}, cards=2)
     assert plan_code(option, "llama 2 7b", config, "cuda") == (
-        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: "
-        "accelerate launch --multi_gpu --num_processes=2 train.py\n"
-        "from torch.distributed import destroy_process_group, init_device_mesh\n"
-        "from torch.utils.data import DataLoader, DistributedSampler\n"
-        "from transformers import LlamaForCausalLM, default_data_collator\n"
-        "\n"
-        "from gradmem_lib import Recipe, prepare, step\n"
-        "\n"
-        'mesh = init_device_mesh("cuda", (2,))  # meets the other processes\n'
-        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
-        "recipe = Recipe(\n"
-        '    precision="bf16",\n'
-        '    optimizer="adamw-fused",\n'
-        '    sharding="fsdp",\n'
-        "    accumulation=4,\n"
-        ")\n"
-        "model, optimizer, undo = prepare(model, recipe, mesh=mesh)\n"
-        "loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), "
-        "drop_last=True, "
-        "collate_fn=default_data_collator)\n"
-        "for rows in loader:\n"
-        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
-        "rows.items()}, recipe)\n"
-        "destroy_process_group()\n"
+        """\
+# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: \
+accelerate launch --multi_gpu --num_processes=2 train.py
+from torch.distributed import destroy_process_group, init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import LlamaForCausalLM, default_data_collator
+
+from gradmem_lib import Recipe, prepare, step
+
+mesh = init_device_mesh("cuda", (2,))  # meets the other processes
+model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
+recipe = Recipe(
+    precision="bf16",
+    optimizer="adamw-fused",
+    sharding="fsdp",
+    accumulation=4,
+)
+model, optimizer, undo = prepare(model, recipe, mesh=mesh)
+loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), \
+drop_last=True, collate_fn=default_data_collator)
+for rows in loader:
+    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, \
+recipe)
+destroy_process_group()
+"""
     )
     ddp = plan_code(replace(option, recipe=replace(recipe, sharding="ddp")), config, config, "cpu")
     assert ddp.startswith(

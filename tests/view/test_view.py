@@ -373,13 +373,13 @@ with MemoryTracker(model, title="a layer", live={live}) as tracker:
 
 def test_a_plain_script_draws_nothing_and_imports_nothing_for_it():
     code = RUN.format(live=None) + (
-        "import sys\n"
-        "from gradmem_lib.view.live import LivePlot, show_timeline\n"
-        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, "
-        "tracker.current)\n"
-        "plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)\n"
-        "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in "
-        "sys.modules])"
+        """\
+import sys
+from gradmem_lib.view.live import LivePlot, show_timeline
+plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.current)
+plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)
+print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in \
+sys.modules])"""
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -117,10 +117,12 @@ def test_the_reveal_lines_up_guess_formula_and_measured(capsys):
     capsys.readouterr()
     asked.reveal(formula=768_000_000, measured=torch.tensor(768_000_512))
     assert capsys.readouterr().out == (
-        "Prediction 1.a\n"
-        "  guess     1,610,612,736 bytes    1.50 GiB  2.1 times too high\n"
-        "  formula     768,000,000 bytes  732.42 MiB  within 0.1 %\n"
-        "  measured    768,000,512 bytes  732.42 MiB\n"
+        """\
+Prediction 1.a
+  guess     1,610,612,736 bytes    1.50 GiB  2.1 times too high
+  formula     768,000,000 bytes  732.42 MiB  within 0.1 %
+  measured    768,000,512 bytes  732.42 MiB
+"""
     )
     assert progress.load()["guesses"]["1.a"] == {
         "guess": 1_610_612_736,
@@ -229,11 +231,12 @@ def test_in_a_real_kernel_the_same_text_stands_under_the_input(live, file, monke
         ),
         "asked.reveal(measured=2048)",
         "asked.guess('2 KiB')\nasked.reveal(measured=2048)",
-        "from IPython.display import display\n"
-        "def tensor_bytes(shape, bytes_per_element):\n"
-        "    print('not shown')\n"
-        "    display('nor this')\n"
-        "    return shape.numel()",
+        """\
+from IPython.display import display
+def tensor_bytes(shape, bytes_per_element):
+    print('not shown')
+    display('nor this')
+    return shape.numel()""",
         "tensor_bytes = check('0.1', tensor_bytes)\nprint(tensor_bytes((2, 3), 4))",
         (
             "class Mine:\n    pass\n\ndef tensor_bytes(shape, size):\n    raise "

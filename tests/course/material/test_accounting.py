@@ -78,7 +78,7 @@ def training_step(model, optimizer, ids, precision):
 def measured_peak(model, optimizer, ids, precision="float32"):
     """The tracker's peak over a second step; the first one makes the optimizer's states."""
     training_step(model, optimizer, ids, precision)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         tracker.watch(ids, "other")
         training_step(model, optimizer, ids, precision)
     return tracker.peak
