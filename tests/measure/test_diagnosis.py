@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import oom
 from support.nightly import each
-from support.oom import growth, tensors, weights
+from support.oom import evaluations, growth, tensors, weights
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
@@ -120,46 +120,48 @@ def test_by_hand():
     assert found.lowest[FUSED] == found.peak.total and FUSED in found.cannot_help
 
 
-def test_a_prediction_and_an_error_are_diagnosed_as_well():
+def test_a_prediction_is_diagnosed_as_well():
     recipe = Recipe(optimizer="adamw-foreach")
     config = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000).config
     predicted = predict(config, batch_size=1, seq_len=8, recipe=recipe, target="cpu")
     found = diagnose(predicted)
     assert found.peak == predicted.peak and "checkpointing" in found.cannot_help
-    model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000)
-    ids = torch.zeros(8, 64, dtype=torch.long)
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, budget="5 MiB"):
-        model(input_ids=ids, labels=ids).loss.backward()
-    found = diagnose(caught.value)
-    assert found.peak.total > 5 * 2**20 and SMALLER in found.helps
 
 
-def test_sgd_is_not_offered_to_a_run_that_uses_it():
-    assert SGD in diagnose(weights.momentum_sgd()).cannot_help
-    assert SGD in diagnose(growth.losses_in_a_list()).helps  # AdamW
+# Whether a technique could help a program.
+OFFERED = [
+    (growth.losses_in_a_list, SGD, True),  # its optimizer is AdamW
+    (weights.momentum_sgd, SGD, False),
+    (tensors.classes_of_frames, CHUNKS, False),  # its loss takes whole rows
+    (evaluations.larger_validation, SMALLER, False),
+    (evaluations.teacher_of_the_whole_batch, SMALLER, False),
+    (evaluations.chain_of_forwards_after_each_step, SMALLER, False),
+]
 
 
-@pytest.mark.parametrize("weights", [2.2, 2.8, 3.6])
-def test_sgd_is_offered_while_adam_makes_its_first_states(weights):
-    """By then, Adam may have made one state of one parameter."""
-    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
-    budget = int(weights * sum(p.nbytes for p in net.parameters()))
-    with (
-        pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(net, optimizer, budget=budget),
-    ):
-        net(torch.randn(8, 256)).square().mean().backward()
+@pytest.mark.parametrize(("program", "technique", "helps"), OFFERED)
+def test_a_technique_is_offered_where_it_could_help(program, technique, helps):
+    found = diagnose(program())
+    assert (technique in found.helps, technique in found.cannot_help) == (helps, not helps)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("times", [2.2, 2.8, 3.6])
+def test_where_adams_first_states_do_not_fit_sgd_is_offered_and_fused_is_not(times, fused):
+    """Fused fails at the same allocation. By then, Adam may have made one state of one weight."""
+    net = oom.Net(4096)
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False, fused=fused)
+    budget = int(times * sum(p.nbytes for p in net.parameters()))
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, optimizer, budget=budget):
+        net(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
     found = diagnose(caught.value)
-    assert found.peak.moment == "optimizer step" and SGD in found.helps
+    assert found.peak.moment == "optimizer step"
+    assert SGD in found.helps and FUSED in found.cannot_help
+    assert found.causes[0].name == oom.FIRST_STEP
     assert "SGD keeps no states" in found.causes[0].remedy
-
-
-def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
-    found = diagnose(tensors.classes_of_frames())
-    assert CHUNKS in found.cannot_help
-    assert "sum over tokens" not in str(found)
+    could = str(caught.value).partition("What could bring")[2].partition("What could not")[0]
+    assert FUSED not in could and "SGD" in could
 
 
 def ordinary_steps(net: nn.Module, optimizer) -> None:

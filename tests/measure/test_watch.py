@@ -28,7 +28,6 @@ def module() -> nn.Module:
 TAKEN = {
     "a tensor": (numbers, 1),
     "a list": (lambda: [numbers(), numbers()], 2),
-    "a dict": (lambda: {"w": numbers(), "b": numbers()}, 2),
     "an ordered dict in a tuple": (lambda: (OrderedDict(w=numbers()), numbers()), 2),
     "a mapping that is no dict": (lambda: MappingProxyType({"w": numbers()}), 1),
     "a generator": (lambda: (numbers() for _ in range(3)), 3),
@@ -37,7 +36,6 @@ TAKEN = {
     "a state with numbers": (lambda: {"decay": 0.9, "names": ["w"], "shadow": [numbers()]}, 1),
     "a module": (module, 2),
     "modules": (lambda: nn.ModuleList([module(), module()]), 4),
-    "modules one after the other": (lambda: nn.Sequential(module(), module()), 4),
     "a module in a dict": (lambda: {"teacher": module()}, 2),
     "nothing": (list, 0),
 }

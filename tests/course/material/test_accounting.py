@@ -158,13 +158,16 @@ def test_residents_are_what_pytorch_really_keeps(precision, choice, make):
 
 # Saved activations.
 
-LLAMA_SIZES = [  # batch, seq, hidden, heads, kv_heads, intermediate
-    (1, 8, 32, 4, 4, 48),
-    (2, 16, 32, 4, 2, 88),
-    (3, 10, 48, 6, 1, 40),
-    (2, 33, 64, 2, 2, 100),
+# Of one block: the model's function, rows and tokens, and the model's sizes.
+BLOCKS = [
+    (models.tiny_llama, (1, 8), dict(hidden=32, heads=4, kv_heads=4, intermediate=48)),
+    (models.tiny_llama, (2, 16), dict(hidden=32, heads=4, kv_heads=2, intermediate=88)),
+    (models.tiny_llama, (3, 10), dict(hidden=48, heads=6, kv_heads=1, intermediate=40)),
+    (models.tiny_llama, (2, 33), dict(hidden=64, heads=2, kv_heads=2, intermediate=100)),
+    (models.tiny_gpt2, (1, 8), dict(hidden=32, heads=4)),
+    (models.tiny_gpt2, (2, 16), dict(hidden=48, heads=3)),
+    (models.tiny_gpt2, (3, 33), dict(hidden=64, heads=8)),
 ]
-GPT2_SIZES = [(1, 8, 32, 4), (2, 16, 48, 3), (3, 33, 64, 8)]
 
 
 def causal_mask(batch_size, seq_len, dtype, attention):
@@ -175,68 +178,32 @@ def causal_mask(batch_size, seq_len, dtype, attention):
     )
 
 
-def assert_block_saves(run, own, model, batch, precision, attention) -> None:
-    """What ``run``, one block of ``model``, saves besides its ``own`` tensors is what the formula
-    says for a batch of (rows, tokens).
-    """
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize(("make", "batch", "sizes"), BLOCKS)
+def test_a_block_saves_exactly_this(make, batch, sizes, precision, attention):
+    dtype = DTYPES[precision]
+    model = make(layers=1, vocab=16, attention=IMPLEMENTATION[attention], dtype=dtype, **sizes)
+    x = torch.randn(*batch, sizes["hidden"], dtype=dtype, requires_grad=True)
+    own = list(model.parameters())
+    given = {"attention_mask": causal_mask(*batch, dtype, attention)}
+    if make is models.tiny_llama:
+        (block,) = model.model.layers
+        with torch.no_grad():
+            tables = model.model.rotary_emb(x, torch.arange(batch[1])[None])
+        own += tables
+        given["position_embeddings"] = tables
+    else:
+        (block,) = model.transformer.h
+
+    def run():
+        with compute(precision):
+            return block(x, **given)
+
     _, measured = saved_tensors(run, own)
     shape = Shape.from_config(model.config)
     items = accounting.block_activations(shape, *batch, precision=precision, attention=attention)
     assert sum(items.values()) == measured
-
-
-@pytest.mark.parametrize("attention", ["fused", "eager"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("size", LLAMA_SIZES)
-def test_llama_block_saves_exactly_this(size, precision, attention):
-    batch_size, seq_len, hidden, heads, kv_heads, intermediate = size
-    dtype = DTYPES[precision]
-    model = models.tiny_llama(
-        layers=1,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate=intermediate,
-        vocab=16,
-        attention=IMPLEMENTATION[attention],
-        dtype=dtype,
-    )
-    x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
-    with torch.no_grad():
-        tables = model.model.rotary_emb(x, torch.arange(seq_len)[None])
-    mask = causal_mask(batch_size, seq_len, dtype, attention)
-
-    def run():
-        with compute(precision):
-            return model.model.layers[0](x, attention_mask=mask, position_embeddings=tables)
-
-    own = (*model.parameters(), *tables)
-    assert_block_saves(run, own, model, (batch_size, seq_len), precision, attention)
-
-
-@pytest.mark.parametrize("attention", ["fused", "eager"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("size", GPT2_SIZES)
-def test_gpt2_block_saves_exactly_this(size, precision, attention):
-    batch_size, seq_len, hidden, heads = size
-    dtype = DTYPES[precision]
-    model = models.tiny_gpt2(
-        layers=1,
-        hidden=hidden,
-        heads=heads,
-        vocab=16,
-        attention=IMPLEMENTATION[attention],
-        dtype=dtype,
-    )
-    x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
-    mask = causal_mask(batch_size, seq_len, dtype, attention)
-
-    def run():
-        with compute(precision):
-            return model.transformer.h[0](x, attention_mask=mask)
-
-    own = model.parameters()
-    assert_block_saves(run, own, model, (batch_size, seq_len), precision, attention)
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
@@ -285,6 +252,23 @@ STEPS = {
 }
 
 
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def assert_estimated(model, ids, make=adamw, rel=0.01, shape=None, **options):
+    """The closed form of a step is as near as ``rel`` to what the tracker measures; returns it."""
+    precision = options.setdefault("precision", "float32")
+    if options.get("checkpointing") == "per-layer":
+        checkpoint_every_layer(model)
+    peak = measured_peak(model, make(model.parameters()), ids, precision)
+    shape = shape or Shape.from_config(model.config)
+    rows, tokens = ids.shape
+    estimate = accounting.estimate(shape, batch_size=rows, seq_len=tokens, **options)
+    assert estimate.total == pytest.approx(peak.total, rel=rel)
+    return estimate
+
+
 # A CPU is slow in float16: one step is measured, and the test below says that the others are
 # bf16's.
 ESTIMATED = [
@@ -308,21 +292,9 @@ def test_estimate_within_one_percent_of_the_measured_peak(
 ):
     size = STEPS[step]
     model = make(vocab=size["vocab"], attention=IMPLEMENTATION[attention], dtype=DTYPES[precision])
-    if checkpointing == "per-layer":
-        checkpoint_every_layer(model)
     ids = torch.randint(0, size["vocab"], (size["batch"], size["seq"]))
-    peak = measured_peak(
-        model, torch.optim.AdamW(model.parameters(), foreach=False), ids, precision
-    )
-    estimate = accounting.estimate(
-        Shape.from_config(model.config),
-        batch_size=size["batch"],
-        seq_len=size["seq"],
-        precision=precision,
-        attention=attention,
-        checkpointing=checkpointing,
-    )
-    assert estimate.total == pytest.approx(peak.total, rel=0.01)
+    options = {"precision": precision, "attention": attention, "checkpointing": checkpointing}
+    estimate = assert_estimated(model, ids, **options)
     assert sum(estimate.by_category.values()) == estimate.total
     assert tuple(estimate.by_category) == CATEGORIES
 
@@ -348,20 +320,10 @@ def test_autocast_takes_as_much_in_float16_as_in_bf16(model, attention, checkpoi
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, checkpointing):
     model = models.tiny_llama(layers=2, vocab=512, attention="eager", dtype=DTYPES[precision])
-    if checkpointing == "per-layer":
-        checkpoint_every_layer(model)
     ids = torch.randint(0, 512, (1, 640))
-    peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids)
-    estimate = accounting.estimate(
-        Shape.from_config(model.config),
-        batch_size=1,
-        seq_len=640,
-        precision=precision,
-        attention="eager",
-        checkpointing=checkpointing,
-    )
+    options = {"precision": precision, "attention": "eager", "checkpointing": checkpointing}
+    estimate = assert_estimated(model, ids, rel=0.001, **options)
     assert "attention backward" in estimate.moment
-    assert estimate.total == pytest.approx(peak.total, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -382,16 +344,7 @@ def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_
     model = models.tiny_llama(
         layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied
     )
-    ids = torch.randint(0, 2048, (1, seq_len))
-    peak = measured_peak(model, make(model.parameters()), ids)
-    estimate = accounting.estimate(
-        Shape.from_config(model.config),
-        batch_size=1,
-        seq_len=seq_len,
-        precision="float32",
-        **choice,
-    )
-    assert estimate.total == pytest.approx(peak.total, rel=0.01)
+    assert_estimated(model, torch.randint(0, 2048, (1, seq_len)), make, **choice)
 
 
 def test_estimate_on_the_real_size_of_smollm2():
@@ -430,17 +383,9 @@ def test_estimate_of_segments(segment):
         Segment(layers[i : i + segment]) for i in range(0, 8, segment)
     )
     model.config.num_hidden_layers = len(model.model.layers)
+    options = {"optimizer": "sgd", "checkpointing": segment, "shape": shape, "rel": 0.02}
     ids = torch.randint(0, 256, (4, 128))
-    peak = measured_peak(model, torch.optim.SGD(model.parameters(), foreach=False), ids)
-    estimate = accounting.estimate(
-        shape,
-        batch_size=4,
-        seq_len=128,
-        precision="float32",
-        optimizer="sgd",
-        checkpointing=segment,
-    )
-    assert estimate.total == pytest.approx(peak.total, rel=0.02)
+    assert_estimated(model, ids, lambda p: torch.optim.SGD(p, foreach=False), **options)
 
 
 def test_segments_of_one_are_every_layer():
