@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import io
-import itertools
 import re
 import xml.etree.ElementTree as ET
 
-import numpy as np
 import pytest
 import torch
 from support.chains import X, chain, step_of
-from view.test_view import SIGHT, lab
 
 from gradmem_lib import record_schedule
 from gradmem_lib.view import schedule_explorer, schedule_record, schedules
@@ -22,17 +19,6 @@ from gradmem_lib.view import schedule_explorer, schedule_record, schedules
 def record():
     layers, _ = chain(8)
     return record_schedule(layers, step_of(layers, [3, 3, 2]))
-
-
-def test_the_cells_survive_greyscale_and_colour_blindness():
-    cells = [
-        schedules.COLORS[look]
-        for look in ("forward", "dropped", "recompute", "internals", "backward")
-    ]
-    assert min(abs(lab(a)[0] - lab(b)[0]) for a, b in itertools.combinations(cells, 2)) > 9
-    for sight in SIGHT:
-        seen = [lab(color, sight) for color in cells]
-        assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20, sight
 
 
 def test_every_event_is_one_cell_and_stored_bars_lie_between(record):

@@ -22,7 +22,7 @@ from support.paths import ROOT
 from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
 from gradmem_lib.names import CATEGORIES, PHASES
 from gradmem_lib.units import GiB, MiB, format_bytes
-from gradmem_lib.view import live, picture, style
+from gradmem_lib.view import live, picture, schedules, style
 from gradmem_lib.view import timeline_picture as stills
 from gradmem_lib.view.interrupt import keep_own_lines
 from gradmem_lib.view.live import drawing
@@ -92,22 +92,27 @@ def lab(color: str, sight="normal") -> np.ndarray:
 
 
 # What grows is drawn on the page itself: white, or the dark background of JupyterLab.
-PAGES = ("#ffffff", "#111111")
+PALETTES = {
+    "on white": [*style.COLORS.values(), "#ffffff"],
+    "on black": [*style.COLORS.values(), "#111111"],
+    "cells of a schedule": [
+        schedules.COLORS[look]
+        for look in ("forward", "dropped", "recompute", "internals", "backward")
+    ],
+}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_palette_survives_greyscale_by_lightness_and_by_hatch(page):
-    assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
-    lightness = [lab(color)[0] for color in [*style.COLORS.values(), page]]
-    assert min(abs(a - b) for a, b in itertools.combinations(lightness, 2)) > 9
-    assert len({*style.HATCHES.values(), style.GROWING_HATCH}) == len(CATEGORIES) + 1
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("palette", PALETTES.values(), ids=PALETTES)
 @pytest.mark.parametrize("sight", SIGHT)
-def test_palette_survives_colour_blindness(sight, page):
-    seen = [lab(color, sight) for color in [*style.COLORS.values(), page]]
-    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
+def test_palette_survives_greyscale_and_colour_blindness(sight, palette):
+    for one, other in itertools.combinations([lab(color, sight) for color in palette], 2):
+        assert np.linalg.norm(one - other) > 20
+        assert sight != "normal" or abs(one[0] - other[0]) > 9
+
+
+def test_every_category_has_its_colour_and_a_hatch_of_its_own():
+    assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
+    assert len({*style.HATCHES.values(), style.GROWING_HATCH}) == len(CATEGORIES) + 1
 
 
 # Frames of the live plot.
