@@ -16,28 +16,29 @@ BYTES = exercise_of(nbytes, calls((3, 1000), (20, 7), (5, 80_000), (1, 2**30)))
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("result", "says"),
     [
-        (lambda r, w: 32 * r * w, "every number is 8 times too large (these look like bits)"),
-        (lambda r, w: 4 * r * w / 2**20, "(these look like MiB): return bytes."),
-        (lambda r, w: 2 * r * w, "every number is 2 times too small."),
-        (lambda r, w: -4 * r * w, "every number is the right one with the wrong sign."),
-        (lambda r, w: 12_000, "the answer is 12,000 for all arguments: it must depend on them."),
-        (lambda r, w: 4 * w, "`rows` has no effect on your answer."),
-        (lambda r, w: f"{4 * r * w}", "return one number: this is '12000'."),
-        (lambda r, w: r - w, "the result is negative, but it can never be negative."),
-        (lambda r, w: 4 * r * w + 0.5, "return a whole number: this is a fraction."),
-        (lambda r, w: float("nan"), "the result is not a number (nan)"),
-        (lambda r, w: float("inf"), "the answer is inf for all arguments"),
-        (lambda r, w: None + r, "Something is None here"),
+        ("32 * rows * width", "every number is 8 times too large (these look like bits)"),
+        ("4 * rows * width / 2**20", "(these look like MiB): return bytes."),
+        ("2 * rows * width", "every number is 2 times too small."),
+        ("-4 * rows * width", "every number is the right one with the wrong sign."),
+        ("12_000", "the answer is 12,000 for all arguments: it must depend on them."),
+        ("4 * width", "`rows` has no effect on your answer."),
+        ("f'{4 * rows * width}'", "return one number: this is '12000'."),
+        ("rows - width", "the result is negative, but it can never be negative."),
+        ("4 * rows * width + 0.5", "return a whole number: this is a fraction."),
+        ("float('nan')", "the result is not a number (nan)"),
+        ("float('inf')", "the answer is inf for all arguments"),
+        ("None + rows", "Something is None here"),
         # Nothing is said where nothing was seen.
-        (lambda r, w: 4 * r * w + r, "For nbytes(3, 1000): got 12,003"),
-        (lambda r, w: 4 * r + w, "For nbytes(3, 1000): got 1,012"),
+        ("4 * rows * width + rows", "For nbytes(3, 1000): got 12,003"),
+        ("4 * rows + width", "For nbytes(3, 1000): got 1,012"),
         # What is raised later says nothing of an earlier case.
-        (lambda r, w: 4 * w + r if w > 7 else {}[w], "For nbytes(3, 1000): got 4,003"),
+        ("4 * width + rows if width > 7 else {}[width]", "For nbytes(3, 1000): got 4,003"),
     ],
 )
-def test_numbers(answer, says):
+def test_numbers(result, says):
+    answer = eval(f"lambda rows, width: {result}")
     assert f"not yet: {says}" in judge(BYTES, answer).line.replace(
         "every number is 1.049e+06 times too small ", ""
     )
