@@ -22,6 +22,7 @@ from gradmem_lib.measure.facts import Facts
 from gradmem_lib.measure.paths import who_holds
 from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 from gradmem_lib.model.structure import Checkpoints, Structure
+from gradmem_lib.names import CATEGORIES
 
 
 def reachable():
@@ -69,24 +70,42 @@ def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
         forward_then_backward(model, (batch[0][:1], batch[1][:1]))()
 
 
+# Bytes, category, module and operation.
+HOLDERS = """
+350 activations model.layers.0.mlp.act mul
+300 parameters embed read
+150 activations model.layers.0.attention mm
+85 temporaries head mm
+60 activations model.layers.1.mlp mul
+40 activations model.layers.2.mlp mul
+15 temporaries (backward) mm
+"""
+MESSAGE = """\
+out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)
+  asked for 60 bytes: mul, in forward
+  live by category:
+                 300 bytes  parameters
+                 600 bytes  activations
+                 100 bytes  temporaries
+  largest holders:
+                 500 bytes  activations  model.layers.0
+                 300 bytes  parameters   embed
+                  85 bytes  temporaries  head
+                  60 bytes  activations  model.layers.1
+                  40 bytes  activations  model.layers.2
+  What could bring this moment within the budget: {could}.
+  What could not: {could_not}.
+  A card of that size would be out of memory."""
+
+
 def test_the_message_has_every_figure():
-    everything = [
-        Holder(350, "activations", "model.layers.0.mlp.act", "mul"),
-        Holder(300, "parameters", "embed", ""),
-        Holder(150, "activations", "model.layers.0.attention", "mm"),
-        Holder(85, "temporaries", "head", "mm"),
-        Holder(60, "activations", "model.layers.1.mlp", "mul"),
-        Holder(40, "activations", "model.layers.2.mlp", "mul"),
-        Holder(15, "temporaries", "(backward)", "mm"),
-    ]
-    parts = {
-        "parameters": 300,
-        "gradients": 0,
-        "optimizer": 0,
-        "activations": 600,
-        "temporaries": 100,
-    }
-    snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
+    everything = []
+    for row in HOLDERS.strip().splitlines():
+        nbytes, category, module, op = row.split()
+        everything.append(Holder(int(nbytes), category, module, op))
+    parts = dict.fromkeys(CATEGORIES, 0)
+    parts |= {"parameters": 300, "activations": 600, "temporaries": 100}
+    snapshot = MemorySnapshot(1000, parts, "forward")
     layers = frozenset(f"model.layers.{i}" for i in range(3))
     none = frozenset()
     structure = Structure(layers, {}, {}, none, none, Checkpoints())
@@ -99,23 +118,10 @@ def test_the_message_has_every_figure():
         "checkpointing",
         "moving activations off the card",
     ]
-    assert re.sub(r"\n {6}(?=\S)", " ", str(error)).splitlines() == [
-        "out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)",
-        "  asked for 60 bytes: mul, in forward",
-        "  live by category:",
-        "                 300 bytes  parameters",
-        "                 600 bytes  activations",
-        "                 100 bytes  temporaries",
-        "  largest holders:",
-        "                 500 bytes  activations  model.layers.0",
-        "                 300 bytes  parameters   embed",
-        "                  85 bytes  temporaries  head",
-        "                  60 bytes  activations  model.layers.1",
-        "                  40 bytes  activations  model.layers.2",
-        f"  What could bring this moment within the budget: {'; '.join(could)}.",
-        f"  What could not: {'; '.join(t.name for t in TECHNIQUES if t.name not in could)}.",
-        "  A card of that size would be out of memory.",
-    ]
+    could_not = [t.name for t in TECHNIQUES if t.name not in could]
+    assert re.sub(r"\n {6}(?=\S)", " ", str(error)) == MESSAGE.format(
+        could="; ".join(could), could_not="; ".join(could_not)
+    )
     assert max(map(len, str(error).splitlines())) <= 80
     none = BudgetExceeded(299, 60, "mul", snapshot, everything, facts)
     assert "the budget: none of these by itself." in " ".join(str(none).split())

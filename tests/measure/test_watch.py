@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from types import MappingProxyType
+import collections
+import types
 
 import numpy as np
 import pytest
@@ -25,32 +25,35 @@ def module() -> nn.Module:
     return layer
 
 
+# What is given, and how many times 256 numbers it has.
 TAKEN = {
-    "a tensor": (numbers, 1),
-    "a list": (lambda: [numbers(), numbers()], 2),
-    "an ordered dict in a tuple": (lambda: (OrderedDict(w=numbers()), numbers()), 2),
-    "a mapping that is no dict": (lambda: MappingProxyType({"w": numbers()}), 1),
-    "a generator": (lambda: (numbers() for _ in range(3)), 3),
-    "values of a dict": (lambda: {"w": numbers()}.values(), 1),
-    "a deque": (lambda: deque([numbers()]), 1),
-    "a state with numbers": (lambda: {"decay": 0.9, "names": ["w"], "shadow": [numbers()]}, 1),
-    "a module": (module, 2),
-    "modules": (lambda: nn.ModuleList([module(), module()]), 4),
-    "a module in a dict": (lambda: {"teacher": module()}, 2),
-    "nothing": (list, 0),
+    "numbers()": 1,
+    "[numbers(), numbers()]": 2,
+    "(OrderedDict(w=numbers()), numbers())": 2,
+    "MappingProxyType({'w': numbers()})": 1,
+    "(numbers() for _ in range(3))": 3,
+    "{'w': numbers()}.values()": 1,
+    "deque([numbers()])": 1,
+    "{'decay': 0.9, 'names': ['w'], 'shadow': [numbers()]}": 1,
+    "module()": 2,
+    "ModuleList([module(), module()])": 4,
+    "{'teacher': module()}": 2,
+    "[]": 0,
 }
+NAMES = vars(collections) | vars(types) | vars(nn) | {"numbers": numbers, "module": module}
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_each_tensor_of_what_is_given_counts_once(name):
-    make, times = TAKEN[name]
-    given = make()
-    if name == "a generator":
-        given = list(given)
+@pytest.mark.parametrize("text", TAKEN)
+def test_each_tensor_of_what_is_given_counts_once(text):
+    given = eval(text, dict(NAMES))
+    again = given
+    if isinstance(given, types.GeneratorType):
+        again = list(given)
+        given = iter(again)
     with MemoryTracker(device="cpu") as tracker:
-        tracker.watch(given if name != "a generator" else iter(given), "other")
         tracker.watch(given, "other")
-    assert tracker.peak.by_category["other"] == times * ONE
+        tracker.watch(again, "other")
+    assert tracker.peak.by_category["other"] == TAKEN[text] * ONE
 
 
 @pytest.mark.parametrize(

@@ -58,35 +58,25 @@ def snapshot_of(timeline: Timeline, at: int) -> MemorySnapshot:
 
 # Severe colour-blindness as linear maps of RGB (Machado, Oliveira and Fernandes 2009).
 SIGHT = {
-    "normal": np.eye(3),
-    "protan": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "deutan": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "tritan": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
+    "normal": "1 0 0  0 1 0  0 0 1",
+    "protan": "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 -0.003882 -0.048116 1.051998",
+    "deutan": "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 -0.011820 0.042940 0.968881",
+    "tritan": "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 0.004733 0.691367 0.303900",
 }
+TO_XYZ = "0.4124 0.3576 0.1805  0.2126 0.7152 0.0722  0.0193 0.1192 0.9505"
+
+
+def matrix(numbers: str) -> np.ndarray:
+    """Three rows of three numbers."""
+    return np.array(numbers.split(), dtype=float).reshape(3, 3)
 
 
 def lab(color: str, sight="normal") -> np.ndarray:
     """CIE L*a*b* of ``"#rrggbb"``, as seen with ``sight``."""
     rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    linear = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
-    xyz = (
-        np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-        @ linear
-    )
-    f = xyz / [0.9505, 1.0, 1.089]
+    linear = np.clip(matrix(SIGHT[sight]) @ linear, 0, 1)
+    f = matrix(TO_XYZ) @ linear / [0.9505, 1.0, 1.089]
     f = np.where(f > 0.008856, np.cbrt(f), 7.787 * f + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
