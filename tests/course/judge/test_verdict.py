@@ -277,10 +277,6 @@ def test_two_mistakes_at_once_and_one_that_explains_the_first_case():
 
     says = "two things at once: the step is subtracted. And this is the least."
     assert says in judge(walking, both).line
-    assert (
-        "nothing has changed" in judge(walking, lambda state, step: state.update(at=0, most=0)).line
-        or True
-    )
     assert judge(replace(walking, changes=""), walk).outcome == PASSED  # as the right answer does
 
 
