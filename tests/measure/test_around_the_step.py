@@ -11,14 +11,13 @@ from torch.nn import functional as F
 from gradmem_lib import MemoryTracker
 
 
-@pytest.mark.parametrize(
-    "change", [lambda x: x * 0.5, lambda x: 2 * x, lambda x: x / 3, lambda x: x + 1, lambda x: x**2]
-)
-def test_saved_python_numbers_are_said_beside_the_peak(change, times=3):
+@pytest.mark.parametrize("changed", ["x * 0.5", "2 * x", "x / 3", "x + 1", "x**2"])
+def test_saved_python_numbers_are_said_beside_the_peak(changed, times=3):
     """What the allocator has more than the tracker. While an operation with a number runs, it has
     that number too.
     """
     layer, given = nn.Linear(4, 4), torch.rand(2, 4)
+    change = eval(f"lambda x: {changed}")
 
     def step():
         x = layer(given)

@@ -54,21 +54,24 @@ def test_one_place_of_several_numbers():
 RAMP = torch.arange(1.0, 7.0)
 
 
-@pytest.mark.parametrize(
-    ("right", "answer", "says"),
-    [
-        (RAMP, RAMP.flip(0), "the right numbers in the reverse order."),
-        (RAMP, 3 * RAMP, "every number is 3 times too large."),
-        ([RAMP, RAMP], [RAMP, 3 * RAMP], "at this place, every number is 3 times too large."),
-        (RAMP, 0 * RAMP, "all numbers are 0."),
-        (RAMP.reshape(2, 3), RAMP.reshape(2, 3).t(), "the right matrix, transposed."),
-        ([1, 2, 4], [4, 2, 1], "the right entries in the reverse order."),
-        ([1, 2], 3, "return one number for each: this is 3."),
-        ({"a": 1}, 1, "return a dict with the names 'a': this is 1."),
-        (True, 3, "return True or False: this is 3."),
-    ],
-)
-def test_other_values(right, answer, says):
+# The right answer, another one, and what is said of it.
+OTHER = """
+RAMP | RAMP.flip(0) | the right numbers in the reverse order.
+RAMP | 3 * RAMP | every number is 3 times too large.
+[RAMP, RAMP] | [RAMP, 3 * RAMP] | at this place, every number is 3 times too large.
+RAMP | 0 * RAMP | all numbers are 0.
+RAMP.reshape(2, 3) | RAMP.reshape(2, 3).t() | the right matrix, transposed.
+[1, 2, 4] | [4, 2, 1] | the right entries in the reverse order.
+[1, 2] | 3 | return one number for each: this is 3.
+{"a": 1} | 1 | return a dict with the names 'a': this is 1.
+True | 3 | return True or False: this is 3.
+"""
+
+
+@pytest.mark.parametrize("row", OTHER.strip().splitlines())
+def test_other_values(row):
+    *values, says = row.split(" | ")
+    right, answer = map(eval, values)
     assert says in judge(exercise_of(lambda: right, lambda f: f()), lambda: answer).line
 
 
