@@ -158,16 +158,16 @@ def test_residents_are_what_pytorch_really_keeps(precision, choice, make):
 
 # Saved activations.
 
-# Of one block: the model's function, rows and tokens, and the model's sizes.
-BLOCKS = [
-    (models.tiny_llama, (1, 8), dict(hidden=32, heads=4, kv_heads=4, intermediate=48)),
-    (models.tiny_llama, (2, 16), dict(hidden=32, heads=4, kv_heads=2, intermediate=88)),
-    (models.tiny_llama, (3, 10), dict(hidden=48, heads=6, kv_heads=1, intermediate=40)),
-    (models.tiny_llama, (2, 33), dict(hidden=64, heads=2, kv_heads=2, intermediate=100)),
-    (models.tiny_gpt2, (1, 8), dict(hidden=32, heads=4)),
-    (models.tiny_gpt2, (2, 16), dict(hidden=48, heads=3)),
-    (models.tiny_gpt2, (3, 33), dict(hidden=64, heads=8)),
-]
+# Of one block: rows, tokens, hidden, heads, and of a Llama keys' heads and intermediate.
+BLOCKS = """
+1  8 32 4  4  48
+2 16 32 4  2  88
+3 10 48 6  1  40
+2 33 64 2  2 100
+1  8 32 4
+2 16 48 3
+3 33 64 8
+"""
 
 
 def causal_mask(batch_size, seq_len, dtype, attention):
@@ -180,17 +180,21 @@ def causal_mask(batch_size, seq_len, dtype, attention):
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
 @pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize(("make", "batch", "sizes"), BLOCKS)
-def test_a_block_saves_exactly_this(make, batch, sizes, precision, attention):
-    dtype = DTYPES[precision]
-    model = make(layers=1, vocab=16, attention=IMPLEMENTATION[attention], dtype=dtype, **sizes)
-    x = torch.randn(*batch, sizes["hidden"], dtype=dtype, requires_grad=True)
+@pytest.mark.parametrize("sizes", BLOCKS.strip().splitlines())
+def test_a_block_saves_exactly_this(sizes, precision, attention):
+    rows, tokens, hidden, heads, *of_llama = map(int, sizes.split())
+    batch, dtype = (rows, tokens), DTYPES[precision]
+    make = models.tiny_llama if of_llama else models.tiny_gpt2
+    more = dict(zip(("kv_heads", "intermediate"), of_llama, strict=False))
+    more |= {"attention": IMPLEMENTATION[attention], "dtype": dtype}
+    model = make(layers=1, hidden=hidden, heads=heads, vocab=16, **more)
+    x = torch.randn(*batch, hidden, dtype=dtype, requires_grad=True)
     own = list(model.parameters())
     given = {"attention_mask": causal_mask(*batch, dtype, attention)}
-    if make is models.tiny_llama:
+    if of_llama:
         (block,) = model.model.layers
         with torch.no_grad():
-            tables = model.model.rotary_emb(x, torch.arange(batch[1])[None])
+            tables = model.model.rotary_emb(x, torch.arange(tokens)[None])
         own += tables
         given["position_embeddings"] = tables
     else:
