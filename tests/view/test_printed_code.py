@@ -122,12 +122,12 @@ class Gradients(TrainerCallback):
         self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def run(text: str, folder, steps: int = 1, **space) -> dict:
-    """What the code leaves behind, with the first steps of its trainer watched: nothing else of it
+def run(text: str, folder, **space) -> dict:
+    """What the code leaves behind, with the first step of its trainer watched: nothing else of it
     is changed.
     """
     more = (
-        f", max_steps={steps}, max_grad_norm=0, progress=False, "
+        ", max_steps=1, max_grad_norm=0, progress=False, "
         f"callbacks=callbacks, output_dir={str(folder)!r}"
     )
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
@@ -168,21 +168,21 @@ def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
     return model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", each(3, KINDS))
-def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
-    made = planned(name)
-    text = plan_code(
-        option_of(made, optimizer="sgd", accumulation=ROWS),
-        config_of(name),
-        made.config,
-        "cpu",
-        example=made.example,
-    )
+def run_printed(name: str, made, folder, option: Option, **space) -> dict:
+    """What the printed code of an option leaves behind, with its own rows."""
+    config = config_of(name)
+    text = plan_code(option, config, made.config, "cpu", example=made.example)
     assert f"import {name}" in text
-    gradients = Gradients()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        run(text, tmp_path, config=config_of(name), train_dataset=Rows(name), callbacks=[gradients])
+        return run(text, folder, config=config, train_dataset=Rows(name), **space)
+
+
+@pytest.mark.parametrize("name", each(3, KINDS))
+def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
+    made, gradients = planned(name), Gradients()
+    option = option_of(made, optimizer="sgd", accumulation=ROWS)
+    run_printed(name, made, tmp_path, option, callbacks=[gradients])
     _, wanted = whole_batch(name)
     assert wanted.keys() == gradients.found.keys()
     for parameter, gradient in wanted.items():
@@ -194,16 +194,8 @@ def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned
 @pytest.mark.parametrize("name", each(3, KINDS, start=1))
 def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
     made = planned(name)
-    text = plan_code(
-        option_of(made, optimizer="sgd", in_backward=True),
-        config_of(name),
-        made.config,
-        "cpu",
-        example=made.example,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        space = run(text, tmp_path, config=config_of(name), train_dataset=Rows(name))
+    option = option_of(made, optimizer="sgd", in_backward=True)
+    space = run_printed(name, made, tmp_path, option)
     model, gradients = whole_batch(name)
     rate = transformers.TrainingArguments("out").learning_rate
     assert len(gradients) > 10 and space["loss"] == pytest.approx(
