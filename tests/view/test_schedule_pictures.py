@@ -185,16 +185,18 @@ def test_the_explorer_draws_no_random_numbers_of_the_learner():
     assert torch.equal(torch.rand(3), wanted)
 
 
-@pytest.mark.parametrize(
-    "wrong, error, says",
-    [
-        ({"depth": 3}, ValueError, "depth is 3: choose 4 to 64"),
-        ({"segment": 20}, ValueError, "segment is 20: choose 1 to 16"),
-        ({"ratio": 7}, ValueError, "ratio is 7: choose one of 1, 2"),
-        ({"schedule": "random"}, ValueError, "schedule is 'random': choose one of 'none'"),
-        ({"colour": 1}, TypeError, "no setting named colour: choose from depth"),
-    ],
-)
-def test_explorer_says_what_is_wrong(wrong, error, says):
+WRONG = """
+depth=3 -> depth is 3: choose 4 to 64
+segment=20 -> segment is 20: choose 1 to 16
+ratio=7 -> ratio is 7: choose one of 1, 2
+schedule="random" -> schedule is 'random': choose one of 'none'
+colour=1 -> no setting named colour: choose from depth
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_explorer_says_what_is_wrong(row):
+    wrong, says = row.split(" -> ")
+    error = TypeError if "no setting" in says else ValueError
     with pytest.raises(error, match=says):
-        schedule_explorer.explore_schedule(**wrong)
+        schedule_explorer.explore_schedule(**eval(f"dict({wrong})"))

@@ -130,22 +130,23 @@ def test_bytes_per_parameter_of_each_recipe():
     assert accounting.bytes_per_parameter("float32-master", None)["optimizer"] == 0
 
 
+# The optimizer and its momentum, and PyTorch's own.
+OPTIMIZERS = {
+    ("adamw",): lambda p: torch.optim.AdamW(p, foreach=False),
+    ("adamw-foreach",): lambda p: torch.optim.AdamW(p, foreach=True),
+    ("adamw-fused",): lambda p: torch.optim.AdamW(p, fused=True),
+    ("sgd",): lambda p: torch.optim.SGD(p, foreach=False),
+    ("sgd", 0.9): lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False),
+}
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize(
-    ("choice", "make"),
-    [
-        (("adamw",), lambda p: torch.optim.AdamW(p)),
-        (("adamw-foreach",), lambda p: torch.optim.AdamW(p, foreach=True)),
-        (("adamw-fused",), lambda p: torch.optim.AdamW(p, fused=True)),
-        (("sgd",), lambda p: torch.optim.SGD(p)),
-        (("sgd", 0.9), lambda p: torch.optim.SGD(p, momentum=0.9)),
-    ],
-)
-def test_residents_are_what_pytorch_really_keeps(precision, choice, make):
+@pytest.mark.parametrize("choice", OPTIMIZERS, ids=str)
+def test_residents_are_what_pytorch_really_keeps(precision, choice):
     model = models.tiny_llama(
         layers=2, hidden=32, heads=4, intermediate=48, vocab=64, dtype=DTYPES[precision]
     )
-    optimizer = make(list(model.parameters()))
+    optimizer = OPTIMIZERS[choice](list(model.parameters()))
     model(input_ids=(ids := torch.zeros(1, 4, dtype=torch.long)), labels=ids).loss.backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -256,11 +257,7 @@ STEPS = {
 }
 
 
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, foreach=False)
-
-
-def assert_estimated(model, ids, make=adamw, rel=0.01, shape=None, **options):
+def assert_estimated(model, ids, make=OPTIMIZERS["adamw",], rel=0.01, shape=None, **options):
     """The closed form of a step is as near as ``rel`` to what the tracker measures; returns it."""
     precision = options.setdefault("precision", "float32")
     if options.get("checkpointing") == "per-layer":
@@ -330,25 +327,16 @@ def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, ch
     assert "attention backward" in estimate.moment
 
 
-@pytest.mark.parametrize(
-    ("choice", "make"),
-    [
-        ({"optimizer": "sgd"}, lambda p: torch.optim.SGD(p, foreach=False)),
-        (
-            {"optimizer": "sgd", "momentum": 0.9},
-            lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False),
-        ),
-        ({"optimizer": "adamw-foreach"}, lambda p: torch.optim.AdamW(p, foreach=True)),
-        ({"optimizer": "adamw-fused"}, lambda p: torch.optim.AdamW(p, fused=True)),
-    ],
-)
+@pytest.mark.parametrize("choice", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seq_len", [8, 128])
-def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_len):
+def test_estimate_for_other_optimizers_and_tied_weights(choice, tied, seq_len):
     model = models.tiny_llama(
         layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied
     )
-    assert_estimated(model, torch.randint(0, 2048, (1, seq_len)), make, **choice)
+    options = dict(zip(("optimizer", "momentum"), choice, strict=False))
+    ids = torch.randint(0, 2048, (1, seq_len))
+    assert_estimated(model, ids, OPTIMIZERS[choice], **options)
 
 
 def test_estimate_on_the_real_size_of_smollm2():
@@ -399,24 +387,26 @@ def test_segments_of_one_are_every_layer():
     assert accounting.segment_lengths(9, 4) == [4, 4, 1]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"batch_size": 0}, "batch_size=0: give a whole number of at least 1"),
-        ({"seq_len": 1.5}, "seq_len=1.5: give a whole number of at least 1"),
-        ({"precision": "fp8"}, "'autocast-bf16'"),
-        ({"optimizer": "Adam"}, "'adamw'"),
-        ({"attention": "sdpa"}, "'fused'"),
-        ({"checkpointing": True}, "'per-layer'"),
-        ({"checkpointing": "best"}, "predict\\(\\)"),
-        ({"checkpointing": 5}, "checkpointing is 5.*from 1 to 4"),
-        ({"optimizer": "adafactor"}, "has no closed form"),
-        ({"momentum": 0.9}, "belongs to 'sgd'"),
-    ],
-)
-def test_a_wrong_choice_is_named_with_the_right_ones(wrong, says):
+WRONG = """
+batch_size=0 -> batch_size=0: give a whole number of at least 1
+seq_len=1.5 -> seq_len=1.5: give a whole number of at least 1
+precision="fp8" -> 'autocast-bf16'
+optimizer="Adam" -> 'adamw'
+attention="sdpa" -> 'fused'
+checkpointing=True -> 'per-layer'
+checkpointing="best" -> predict\\(\\)
+checkpointing=5 -> checkpointing is 5.*from 1 to 4
+optimizer="adafactor" -> has no closed form
+momentum=0.9 -> belongs to 'sgd'
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_a_wrong_choice_is_named_with_the_right_ones(row):
+    wrong, says = row.split(" -> ")
+    options = {"batch_size": 1, "seq_len": 8} | eval(f"dict({wrong})")
     with pytest.raises(ValueError, match=says):
-        accounting.estimate(SHAPES["tiny Llama"], **{"batch_size": 1, "seq_len": 8} | wrong)
+        accounting.estimate(SHAPES["tiny Llama"], **options)
 
 
 def test_the_closed_forms_are_attached_to_the_spellings_of_names():
