@@ -26,26 +26,27 @@ from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.view.plan_code import plan_code
 
 ROWS, TOKENS, IMAGE_TOKEN = 4, 16, 95
-# By the class that trains: its family, and what differs from the family's tiny config.
-KINDS = {
-    "LlamaForCausalLM": ("llama", {}),
-    "GPT2LMHeadModel": ("gpt2", {}),
-    "BertForMaskedLM": ("bert", {}),
-    "RobertaForMaskedLM": ("roberta", {}),
-    "DebertaV2ForMaskedLM": (
-        "deberta-v2",
-        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-    ),
-    "BertForTokenClassification": ("bert", {"num_labels": 5}),
-    "BertForSequenceClassification": ("bert", {"num_labels": 3}),
-    "LlamaForSequenceClassification": ("llama", {"num_labels": 3}),
-    "BertForQuestionAnswering": ("bert", {}),
-    "T5ForConditionalGeneration": ("t5", {}),
-    "BartForConditionalGeneration": ("bart", {}),
-    "ViTForImageClassification": ("vit", {}),
-    "WhisperForConditionalGeneration": ("whisper", {}),
-    "LlavaForConditionalGeneration": ("llava", {}),
-}
+# The class that trains, its family, and what differs from the family's tiny config.
+CLASSES = """
+LlamaForCausalLM                llama
+GPT2LMHeadModel                 gpt2
+BertForMaskedLM                 bert
+RobertaForMaskedLM              roberta
+DebertaV2ForMaskedLM            deberta-v2  relative_attention=True, pos_att_type=["p2c", "c2p"]
+BertForTokenClassification      bert        num_labels=5
+BertForSequenceClassification   bert        num_labels=3
+LlamaForSequenceClassification  llama       num_labels=3
+BertForQuestionAnswering        bert
+T5ForConditionalGeneration      t5
+BartForConditionalGeneration    bart
+ViTForImageClassification       vit
+WhisperForConditionalGeneration whisper
+LlavaForConditionalGeneration   llava
+"""
+KINDS = {}
+for line in CLASSES.strip().splitlines():
+    name, family, *settings = line.split(maxsplit=2)
+    KINDS[name] = family, eval(f"dict({''.join(settings)})")
 LLAVA = {"image_token_index": IMAGE_TOKEN, "image_seq_length": 4, "vision_feature_layer": -1}
 
 
