@@ -50,7 +50,7 @@ def row(claim_id: str, name: str) -> list[float]:
 
 def one(claim_id: str, name: str) -> float:
     """The number of a row that has one."""
-    number = one(claim_id, name)
+    (number,) = row(claim_id, name)
     return number
 
 
