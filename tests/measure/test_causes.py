@@ -17,7 +17,7 @@ from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
 from gradmem_lib.measure.cause import Cause, within
-from gradmem_lib.measure.diagnosis import CHUNKS, FUSED, MICRO_BATCHES, TECHNIQUES
+from gradmem_lib.measure.diagnosis import CHUNKS, MICRO_BATCHES, TECHNIQUES
 from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.units import format_bytes
 
@@ -107,7 +107,9 @@ def test_a_run_that_ends_in_the_middle_is_told_the_same(program, monkeypatch):
         program.__wrapped__()
     first = diagnose(caught.value).causes[0]
     assert first.name == oom.PROGRAMS[program.__name__].causes[0]
-    assert f"Remedy: {first.remedy}" in in_one_line(caught.value)
+    text = in_one_line(caught.value)
+    assert str(first).splitlines()[0] in text
+    assert text.index(f"Remedy: {first.remedy}") < text.index("What could bring")
     if first.stays is not None:
         assert peak_without(first, caught.value.facts)[0] < budget
     if first.limit:  # the rest of the run is not known
@@ -115,17 +117,11 @@ def test_a_run_that_ends_in_the_middle_is_told_the_same(program, monkeypatch):
     program.__wrapped__(remedied=True)  # it fits now
 
 
-def test_micro_batches_help_a_teacher_and_not_an_evaluation():
+def test_micro_batches_help_a_teacher():
     found = diagnose(evaluations.teacher_in_each_step())
     assert MICRO_BATCHES in found.helps and "smaller micro-batches do that" in str(found)
     lowered = evaluations.teacher_in_each_step(remedied=True).peak.total
     assert found.lowest[MICRO_BATCHES] <= lowered < found.peak.total / 2
-    for program in (
-        evaluations.larger_validation,
-        evaluations.teacher_of_the_whole_batch,
-        evaluations.chain_of_forwards_after_each_step,
-    ):
-        assert MICRO_BATCHES in diagnose(program()).cannot_help
 
 
 def beside(teachers: list[nn.Module], student: nn.Module) -> dict[str, Cause]:
@@ -193,7 +189,7 @@ def test_much_is_promised_of_many_forwards():
 
 def test_a_long_scoring_is_blamed_for_the_forwards_that_are_no_longer_in_the_list():
     net, x, scores = oom.Net(), torch.randn(8, 64), []
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for _ in range(400):
             scores.append(net(x).mean())
     found = diagnose(tracker).causes[0]
@@ -210,35 +206,12 @@ def test_bytes_outside_of_a_training_step_get_no_remedy_of_the_batch():
     assert "A smaller batch does not help" in str(found)
 
 
-def test_fused_is_not_offered_where_the_first_states_do_not_fit():
-    """With fused, the step fails at the same allocation."""
-    asked = []
-    for fused in (False, True):
-        net = oom.Net(4096)
-        optimizer = torch.optim.Adam(net.parameters(), foreach=False, fused=fused)
-        x = torch.randn(8, 64)
-        weights = 4 * sum(p.numel() for p in net.parameters())
-        budget = int(3.6 * weights)
-        with (
-            pytest.raises(BudgetExceeded) as caught,
-            MemoryTracker(net, optimizer, budget=budget, live=False),
-        ):
-            net(x).square().mean().backward()
-            optimizer.step()
-        asked.append(caught.value.asked)
-        assert FUSED in diagnose(caught.value).cannot_help
-        assert oom.FIRST_STEP in str(caught.value)
-        could = str(caught.value).partition("What could bring")[2].partition("What could not")[0]
-        assert FUSED not in could and "SGD" in could
-    assert asked[0] == asked[1]
-
-
 def test_chunks_of_the_loss_are_not_offered_for_an_embeddings_output():
     model = nn.ModuleDict({"embed": nn.Embedding(100, 512), "head": nn.Linear(512, 1000)})
     ids = torch.zeros(8, 64, dtype=torch.long)
     with (
         pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(model, budget="2800 KiB", live=False),
+        MemoryTracker(model, budget="2800 KiB"),
     ):
         model["head"](model["embed"](ids))
     assert "embedding" in str(caught.value)
@@ -260,18 +233,6 @@ def test_a_trainers_evaluation_is_told_three_arguments_and_each_of_them_helps():
     smaller_batch = evaluations.evaluation_of_a_trainer(batch=1)
     assert "A smaller batch does not help" in first.remedy
     assert smaller_batch.peak.total > before.peak.total - first.nbytes // 4
-
-
-def test_an_error_says_the_causes_too():
-    net, total, budget = oom.Net(), 0, 2 * 2**20
-    x = torch.randn(256, 64)
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, budget=budget, live=False):
-        for _ in range(8):
-            total = total + net(x).square().mean()
-    text = in_one_line(caught.value)
-    assert oom.ADDED_UP in text
-    assert text.index(oom.ADDED_UP) < text.index("What could bring")
-    assert str(diagnose(caught.value).causes[0]).splitlines()[0] in text
 
 
 def test_another_moment_that_becomes_the_peak_is_said():

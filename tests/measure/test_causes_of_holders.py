@@ -26,11 +26,13 @@ class Program(NamedTuple):
 
 PROGRAMS = {
     "outputs of an epoch": Program(
-        "for epoch in range(3):\n"
-        "    outputs = []\n"
-        "    for _ in range(10):\n"
-        "        outputs.append(step(torch.randn(512, 64)))\n"
-        "    print(len(outputs))\n",
+        """\
+for epoch in range(3):
+    outputs = []
+    for _ in range(10):
+        outputs.append(step(torch.randn(512, 64)))
+    print(len(outputs))
+""",
         "append(step(torch.randn(512, 64)))",
         "append(step(torch.randn(512, 64)).mean().item())",
         GROWTH,
@@ -38,15 +40,17 @@ PROGRAMS = {
         "out = net(x)",
     ),
     "trials that keep their model": Program(
-        "trials = []\n"
-        "for i in range(6):\n"
-        "    model = nn.Linear(512, 512)\n"
-        "    own = torch.optim.Adam(model.parameters())\n"
-        "    for _ in range(3):\n"
-        "        model(torch.randn(8, 512)).square().mean().backward()\n"
-        "        own.step()\n"
-        "        own.zero_grad()\n"
-        "    trials.append({'score': 1.0, 'extra': (model, own)})\n",
+        """\
+trials = []
+for i in range(6):
+    model = nn.Linear(512, 512)
+    own = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        model(torch.randn(8, 512)).square().mean().backward()
+        own.step()
+        own.zero_grad()
+    trials.append({'score': 1.0, 'extra': (model, own)})
+""",
         "'extra': (model, own)",
         "'extra': None",
         GROWTH,
@@ -54,10 +58,12 @@ PROGRAMS = {
         "own.step()",
     ),
     "slices of an evaluation's outputs": Program(
-        "first = []\n"
-        "with torch.no_grad():\n"
-        "    for i in range(12):\n"
-        "        first.append(net(torch.randn(400 + 32 * i, 64))[:8])\n",
+        """\
+first = []
+with torch.no_grad():
+    for i in range(12):
+        first.append(net(torch.randn(400 + 32 * i, 64))[:8])
+""",
         "[:8]",
         "[:8].clone()",
         COLLECTED,
@@ -65,10 +71,12 @@ PROGRAMS = {
         "first.append(",
     ),
     "gradients of inputs": Program(
-        "batches = [torch.randn(512, 64, requires_grad=True) for _ in range(10)]\n"
-        "for x in batches:\n"
-        "    step(x)\n"
-        "    'let go'\n",
+        """\
+batches = [torch.randn(512, 64, requires_grad=True) for _ in range(10)]
+for x in batches:
+    step(x)
+    'let go'
+""",
         "'let go'",
         "x.grad = None",
         GROWTH,
@@ -76,11 +84,13 @@ PROGRAMS = {
         "backward()",
     ),
     "a queue that is filled faster than it is emptied": Program(
-        "images = collections.deque()\n"
-        "for i in range(24):\n"
-        "    images.append(step(torch.randn(512, 64)).detach())\n"
-        "    if i % 4 == 3:\n"
-        "        images.popleft()\n",
+        """\
+images = collections.deque()
+for i in range(24):
+    images.append(step(torch.randn(512, 64)).detach())
+    if i % 4 == 3:
+        images.popleft()
+""",
         ".detach())",
         ".mean().item())",
         GROWTH,
@@ -88,15 +98,17 @@ PROGRAMS = {
         "out = net(x)",
     ),
     "what each object of a list has computed once": Program(
-        "class Graph:\n"
-        "    def __init__(self):\n"
-        "        self.x = torch.randn(8, 64)\n"
-        "    @functools.cached_property\n"
-        "    def features(self):\n"
-        "        return net(self.x.repeat(64, 1)).detach()\n"
-        "graphs = [Graph() for _ in range(12)]\n"
-        "for graph in graphs:\n"
-        "    step(graph.features)\n",
+        """\
+class Graph:
+    def __init__(self):
+        self.x = torch.randn(8, 64)
+    @functools.cached_property
+    def features(self):
+        return net(self.x.repeat(64, 1)).detach()
+graphs = [Graph() for _ in range(12)]
+for graph in graphs:
+    step(graph.features)
+""",
         "functools.cached_property",
         "property",
         GROWTH,
@@ -104,15 +116,17 @@ PROGRAMS = {
         "return net(",
     ),
     "a critic's graph that goes back through the generator": Program(
-        "critic = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))\n"
-        "own = torch.optim.SGD(critic.parameters(), 0.1)\n"
-        "for _ in range(4):\n"
-        "    fake = net(torch.randn(2048, 64))\n"
-        "    loss = critic(fake).square().mean()\n"
-        "    loss.backward(retain_graph=True)\n"
-        "    own.step()\n"
-        "    (critic(fake) - 1).square().mean().backward()\n"
-        "    opt.step()\n",
+        """\
+critic = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 1))
+own = torch.optim.SGD(critic.parameters(), 0.1)
+for _ in range(4):
+    fake = net(torch.randn(2048, 64))
+    loss = critic(fake).square().mean()
+    loss.backward(retain_graph=True)
+    own.step()
+    (critic(fake) - 1).square().mean().backward()
+    opt.step()
+""",
         "critic(fake).square().mean()\n    loss.backward(retain_graph=True)",
         "critic(fake.detach()).square().mean()\n    loss.backward()",
         "Forwards stay in memory after their own backward",
@@ -120,13 +134,15 @@ PROGRAMS = {
         "loss = critic(fake)",
     ),
     "a hook that stores in an evaluation": Program(
-        "def keep(module, inputs, output):\n"
-        "    module.seen = [*getattr(module, 'seen', []), output]\n"
-        "net[1].register_forward_hook(keep)\n"
-        "step(torch.randn(64, 64))\n"
-        "with torch.no_grad():\n"
-        "    for _ in range(12):\n"
-        "        net(torch.randn(512, 64))\n",
+        """\
+def keep(module, inputs, output):
+    module.seen = [*getattr(module, 'seen', []), output]
+net[1].register_forward_hook(keep)
+step(torch.randn(64, 64))
+with torch.no_grad():
+    for _ in range(12):
+        net(torch.randn(512, 64))
+""",
         "[*getattr(module, 'seen', []), output]",
         "[output]",
         COLLECTED,
@@ -134,11 +150,13 @@ PROGRAMS = {
         "net(torch.randn(512, 64))",
     ),
     "a cache without a limit": Program(
-        "@functools.lru_cache(maxsize=None)\n"
-        "def noise(n):\n"
-        "    return torch.randn(512, 64)\n"
-        "for i in range(10):\n"
-        "    step(noise(i))\n",
+        """\
+@functools.lru_cache(maxsize=None)
+def noise(n):
+    return torch.randn(512, 64)
+for i in range(10):
+    step(noise(i))
+""",
         "maxsize=None",
         "maxsize=1",
         GROWTH,
@@ -146,12 +164,14 @@ PROGRAMS = {
         "return torch.randn",
     ),
     "what a loop without a name goes over": Program(
-        "from itertools import cycle\n"
-        "batches = (torch.randn(512, 64) for _ in range(99))\n"
-        "for i, x in enumerate(cycle(batches)):\n"
-        "    step(x)\n"
-        "    if i == 10:\n"
-        "        break\n",
+        """\
+from itertools import cycle
+batches = (torch.randn(512, 64) for _ in range(99))
+for i, x in enumerate(cycle(batches)):
+    step(x)
+    if i == 10:
+        break
+""",
         "cycle(batches)",
         "batches",
         GROWTH,
@@ -159,15 +179,17 @@ PROGRAMS = {
         "batches = (torch.randn",
     ),
     "a variable of a generator": Program(
-        "def batches():\n"
-        "    seen = []\n"
-        "    while True:\n"
-        "        seen.append(torch.randn(512, 64))\n"
-        "        yield seen[-1]\n"
-        "for i, x in enumerate(batches()):\n"
-        "    step(x)\n"
-        "    if i == 10:\n"
-        "        break\n",
+        """\
+def batches():
+    seen = []
+    while True:
+        seen.append(torch.randn(512, 64))
+        yield seen[-1]
+for i, x in enumerate(batches()):
+    step(x)
+    if i == 10:
+        break
+""",
         "yield seen[-1]",
         "yield seen.pop()",
         GROWTH,
@@ -175,19 +197,21 @@ PROGRAMS = {
         "seen.append(",
     ),
     "rows that a function sorts into batches": Program(
-        "def batches():\n"
-        "    chunk = []\n"
-        "    for i in range(520):\n"
-        "        chunk.append(torch.randn(1 + i % 100, 64))\n"
-        "        if len(chunk) == 500:\n"
-        "            chunk.sort(key=len)\n"
-        "            for i in range(0, len(chunk), 20):\n"
-        "                yield torch.cat(chunk[i : i + 20])\n"
-        "            chunk = []\n"
-        "def main():\n"
-        "    for x in batches():\n"
-        "        step(x)\n"
-        "main()\n",
+        """\
+def batches():
+    chunk = []
+    for i in range(520):
+        chunk.append(torch.randn(1 + i % 100, 64))
+        if len(chunk) == 500:
+            chunk.sort(key=len)
+            for i in range(0, len(chunk), 20):
+                yield torch.cat(chunk[i : i + 20])
+            chunk = []
+def main():
+    for x in batches():
+        step(x)
+main()
+""",
         "== 500",
         "== 20",
         DATA,
@@ -195,12 +219,14 @@ PROGRAMS = {
         "torch.randn(1 + i",
     ),
     "a metric with its graph": Program(
-        "class Metric:\n"
-        "    total = torch.zeros(())\n"
-        "metric = Metric()\n"
-        "for _ in range(10):\n"
-        "    out = step(torch.randn(512, 64))\n"
-        "    metric.total = metric.total + (out - 1).square().sum()\n",
+        """\
+class Metric:
+    total = torch.zeros(())
+metric = Metric()
+for _ in range(10):
+    out = step(torch.randn(512, 64))
+    metric.total = metric.total + (out - 1).square().sum()
+""",
         "square().sum()",
         "square().sum().detach()",
         GROWTH,
@@ -208,17 +234,19 @@ PROGRAMS = {
         "(out - 1)",
     ),
     "an error that is kept": Program(
-        "failures = []\n"
-        "step(torch.randn(64, 64))\n"
-        "def fail():\n"
-        "    x = torch.randn(2048, 64)\n"
-        "    raise ValueError('no fit')\n"
-        "try:\n"
-        "    fail()\n"
-        "except ValueError as error:\n"
-        "    failures.append(error)\n"
-        "for _ in range(3):\n"
-        "    step(torch.randn(64, 64))\n",
+        """\
+failures = []
+step(torch.randn(64, 64))
+def fail():
+    x = torch.randn(2048, 64)
+    raise ValueError('no fit')
+try:
+    fail()
+except ValueError as error:
+    failures.append(error)
+for _ in range(3):
+    step(torch.randn(64, 64))
+""",
         "append(error)",
         "append(str(error))",
         "An exception keeps the variables of its functions",
@@ -226,21 +254,23 @@ PROGRAMS = {
         "x = torch.randn(2048, 64)",
     ),
     "a search for a batch that fits": Program(
-        "failures = []\n"
-        "def attempt(rows):\n"
-        "    h = torch.randn(rows, 64)\n"
-        "    for layer in net:\n"
-        "        h = layer(h)\n"
-        "    if rows > 600:\n"
-        "        raise ValueError('no fit')\n"
-        "rows = 4096\n"
-        "while rows > 600:\n"
-        "    try:\n"
-        "        attempt(rows)\n"
-        "    except ValueError as error:\n"
-        "        failures.append(error)\n"
-        "        rows //= 2\n"
-        "step(torch.randn(rows, 64))\n",
+        """\
+failures = []
+def attempt(rows):
+    h = torch.randn(rows, 64)
+    for layer in net:
+        h = layer(h)
+    if rows > 600:
+        raise ValueError('no fit')
+rows = 4096
+while rows > 600:
+    try:
+        attempt(rows)
+    except ValueError as error:
+        failures.append(error)
+        rows //= 2
+step(torch.randn(rows, 64))
+""",
         "append(error)",
         "append(str(error))",
         "An exception keeps the variables of its functions",
@@ -248,18 +278,20 @@ PROGRAMS = {
         "h = layer(h)",
     ),
     "another attempt before the error is handled": Program(
-        "def attempt(rows):\n"
-        "    h = net(torch.randn(rows, 64))\n"
-        "    if rows > 600:\n"
-        "        raise ValueError('no fit')\n"
-        "    h.square().mean().backward()\n"
-        "    opt.step()\n"
-        "for _ in range(3):\n"
-        "    try:\n"
-        "        attempt(2048)\n"
-        "    except ValueError:\n"
-        "        rows = 512; attempt(rows)\n"
-        "    rows\n",
+        """\
+def attempt(rows):
+    h = net(torch.randn(rows, 64))
+    if rows > 600:
+        raise ValueError('no fit')
+    h.square().mean().backward()
+    opt.step()
+for _ in range(3):
+    try:
+        attempt(2048)
+    except ValueError:
+        rows = 512; attempt(rows)
+    rows
+""",
         "        rows = 512; attempt(rows)\n    rows\n",
         "        rows = 512\n    attempt(rows)\n",
         "An exception keeps the variables of its functions",
@@ -267,19 +299,21 @@ PROGRAMS = {
         "h = net(torch.randn(rows, 64))",
     ),
     "what sys.exc_info() gives": Program(
-        "import sys\n"
-        "skipped = []\n"
-        "def attempt(x, is_bad):\n"
-        "    out = net(x).square()\n"
-        "    if is_bad:\n"
-        "        raise ValueError('not finite')\n"
-        "    out.mean().backward()\n"
-        "    opt.step()\n"
-        "for i in range(8):\n"
-        "    try:\n"
-        "        attempt(torch.randn(1024, 64), i in (2, 4))\n"
-        "    except ValueError:\n"
-        "        skipped.append(sys.exc_info())\n",
+        """\
+import sys
+skipped = []
+def attempt(x, is_bad):
+    out = net(x).square()
+    if is_bad:
+        raise ValueError('not finite')
+    out.mean().backward()
+    opt.step()
+for i in range(8):
+    try:
+        attempt(torch.randn(1024, 64), i in (2, 4))
+    except ValueError:
+        skipped.append(sys.exc_info())
+""",
         "sys.exc_info()",
         "str(sys.exc_info()[1])",
         "An exception keeps the variables of its functions",
@@ -287,13 +321,15 @@ PROGRAMS = {
         "out = net(x)",
     ),
     "batches in cycles": Program(
-        "gc.disable()\n"
-        "class Batch:\n"
-        "    def __init__(self):\n"
-        "        self.x, self.me = torch.randn(512, 64), self\n"
-        "for _ in range(10):\n"
-        "    step(Batch().x)\n"
-        "    'collect'\n",
+        """\
+gc.disable()
+class Batch:
+    def __init__(self):
+        self.x, self.me = torch.randn(512, 64), self
+for _ in range(10):
+    step(Batch().x)
+    'collect'
+""",
         "'collect'",
         "gc.collect()",
         "Reference cycles keep tensors",
@@ -301,19 +337,21 @@ PROGRAMS = {
         "self.x, self.me",
     ),
     "models that their hooks keep": Program(
-        "gc.disable()\n"
-        "class Seen(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.body = nn.Linear(256, 256)\n"
-        "        self.body.register_forward_hook(lambda *_: setattr(self, 'called', True))\n"
-        "for _ in range(8):\n"
-        "    own = Seen()\n"
-        "    sgd = torch.optim.SGD(own.parameters(), 0.1)\n"
-        "    for _ in range(2):\n"
-        "        own.body(torch.randn(8, 256)).square().mean().backward()\n"
-        "        sgd.step()\n"
-        "    'collect'\n",
+        """\
+gc.disable()
+class Seen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(256, 256)
+        self.body.register_forward_hook(lambda *_: setattr(self, 'called', True))
+for _ in range(8):
+    own = Seen()
+    sgd = torch.optim.SGD(own.parameters(), 0.1)
+    for _ in range(2):
+        own.body(torch.randn(8, 256)).square().mean().backward()
+        sgd.step()
+    'collect'
+""",
         "'collect'",
         "del own, sgd; gc.collect()",
         "Reference cycles keep tensors",
@@ -321,14 +359,16 @@ PROGRAMS = {
         "mean().backward()",
     ),
     "what each module of a list keeps": Program(
-        "def keep(module, inputs, output):\n"
-        "    module.output = output.detach()\n"
-        "models = [nn.Sequential(nn.Linear(64, 256), nn.ReLU()) for _ in range(6)]\n"
-        "for model in models:\n"
-        "    model[1].register_forward_hook(keep)\n"
-        "    x = torch.randn(512, 64, requires_grad=True)\n"
-        "    torch.autograd.grad(model(x).sum(), x)\n"
-        "    'empty'\n",
+        """\
+def keep(module, inputs, output):
+    module.output = output.detach()
+models = [nn.Sequential(nn.Linear(64, 256), nn.ReLU()) for _ in range(6)]
+for model in models:
+    model[1].register_forward_hook(keep)
+    x = torch.randn(512, 64, requires_grad=True)
+    torch.autograd.grad(model(x).sum(), x)
+    'empty'
+""",
         "'empty'",
         "del model[1].output",
         GROWTH,
@@ -336,13 +376,15 @@ PROGRAMS = {
         "model(x)",
     ),
     "a target with its graph": Program(
-        "class Style:\n"
-        "    def __init__(self, features):\n"
-        "        self.target = features.mT @ features\n"
-        "style = Style(net(torch.randn(512, 64)))\n"
-        "for _ in range(4):\n"
-        "    out = net(torch.randn(64, 64))\n"
-        "    (out.mT @ out - style.target).square().mean().backward(retain_graph=True)\n",
+        """\
+class Style:
+    def __init__(self, features):
+        self.target = features.mT @ features
+style = Style(net(torch.randn(512, 64)))
+for _ in range(4):
+    out = net(torch.randn(64, 64))
+    (out.mT @ out - style.target).square().mean().backward(retain_graph=True)
+""",
         "features.mT @ features",
         "(features.mT @ features).detach()",
         "Forwards stay in memory after their own backward",
@@ -350,15 +392,17 @@ PROGRAMS = {
         "net(torch.randn(512, 64))",
     ),
     "buckets of a parallel model": Program(
-        "import torch.distributed as dist\n"
-        "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "as_view = False\n"
-        "net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=as_view)\n"
-        "try:\n"
-        "    for _ in range(4):\n"
-        "        step(torch.randn(8, 64))\n"
-        "finally:\n"
-        "    dist.destroy_process_group()\n",
+        """\
+import torch.distributed as dist
+dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)
+as_view = False
+net = nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=as_view)
+try:
+    for _ in range(4):
+        step(torch.randn(8, 64))
+finally:
+    dist.destroy_process_group()
+""",
         "as_view = False",
         "as_view = True",
         "DistributedDataParallel keeps a copy of the gradients",
@@ -366,19 +410,21 @@ PROGRAMS = {
         "out = net(x)",
     ),
     "a state with its graph": Program(
-        "class Cell(nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.layer, self.state = nn.Linear(64, 64), torch.zeros(512, 64)\n"
-        "    def forward(self, x):\n"
-        "        new = torch.tanh(self.layer(x) + self.state)\n"
-        "        self.state = new\n"
-        "        return new.square().mean()\n"
-        "cell = Cell()\n"
-        "sgd = torch.optim.SGD(cell.parameters(), 0.1)\n"
-        "for _ in range(8):\n"
-        "    cell(torch.randn(512, 64)).backward(retain_graph=True)\n"
-        "sgd.step()\n",
+        """\
+class Cell(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.state = nn.Linear(64, 64), torch.zeros(512, 64)
+    def forward(self, x):
+        new = torch.tanh(self.layer(x) + self.state)
+        self.state = new
+        return new.square().mean()
+cell = Cell()
+sgd = torch.optim.SGD(cell.parameters(), 0.1)
+for _ in range(8):
+    cell(torch.randn(512, 64)).backward(retain_graph=True)
+sgd.step()
+""",
         "self.state = new\n",
         "self.state = new.detach()\n",
         "Forwards stay in memory after their own backward",
@@ -466,14 +512,16 @@ PROGRAMS = {
         "p.exp()",
     ),
     "results of an evaluation": Program(
-        "step(torch.randn(64, 64))\n"
-        "def evaluate():\n"
-        "    results = {'out': []}\n"
-        "    with torch.no_grad():\n"
-        "        for _ in range(12):\n"
-        "            results['out'].append(net(torch.randn(512, 64)))\n"
-        "    return len(results)\n"
-        "evaluate()\n",
+        """\
+step(torch.randn(64, 64))
+def evaluate():
+    results = {'out': []}
+    with torch.no_grad():
+        for _ in range(12):
+            results['out'].append(net(torch.randn(512, 64)))
+    return len(results)
+evaluate()
+""",
         "append(net(torch.randn(512, 64)))",
         "append(net(torch.randn(512, 64)).argmax(-1).byte())",
         COLLECTED,
@@ -482,84 +530,104 @@ PROGRAMS = {
     ),
 }
 BLAMELESS = {
-    "a bank of the last rows": "bank = torch.randn(64, 64)\n"
-    "for _ in range(40):\n"
-    "    bank = torch.cat([bank, step(torch.randn(256, 64)).detach()])[-1024:]\n",
-    "the first examples, before a large evaluation": "examples = []\n"
-    "for i in range(12):\n"
-    "    out = step(torch.randn(512, 64)).detach()\n"
-    "    if i < 4:\n"
-    "        examples.append(out)\n"
-    "with torch.no_grad():\n"
-    "    net(torch.randn(20000, 64))\n",
-    "the layers of one batch without gradients": "layers = [nn.Linear(64, 64) for _ in range(8)]\n"
-    "with torch.no_grad():\n"
-    "    features = [torch.randn(512, 64)]\n"
-    "    for layer in layers:\n"
-    "        features.append(layer(features[-1]))\n",
-    "windows": "recent, mine = collections.deque(maxlen=4), []\n"
-    "for _ in range(12):\n"
-    "    recent.append(step(torch.randn(512, 64)).detach())\n"
-    "    mine = [*mine[-3:], recent[-1] * 2]\n",
-    "the first examples": "examples = []\n"
-    "for i in range(12):\n"
-    "    out = step(torch.randn(512, 64)).detach()\n"
-    "    if i < 4:\n"
-    "        examples.append(out)\n",
-    "numbers": "losses = []\n"
-    "for _ in range(12):\n"
-    "    losses.append(step(torch.randn(512, 64)).square().mean().item())\n",
-    "a model in a cycle, in a function that ends": "class Net(nn.Module):\n"
-    "    def __init__(self):\n"
-    "        super().__init__()\n"
-    "        self.body = nn.Linear(256, 256)\n"
-    "        self.body.register_forward_hook(self.note)\n"
-    "    def note(self, *_):\n"
-    "        pass\n"
-    "    def forward(self, x):\n"
-    "        return self.body(x)\n"
-    "def main():\n"
-    "    own = Net()\n"
-    "    sgd = torch.optim.SGD(own.parameters(), 0.1)\n"
-    "    for _ in range(4):\n"
-    "        own(torch.randn(8, 256)).square().mean().backward()\n"
-    "        sgd.step()\n"
-    "gc.disable()\n"
-    "main()\n",
-    "a model that an error refers to as well": "class Trainer:\n"
-    "    def __init__(self):\n"
-    "        self._net, self.errors = nn.Linear(256, 256), []\n"
-    "        self._opt = torch.optim.SGD(self._net.parameters(), 0.1)\n"
-    "    def step(self, i):\n"
-    "        net = self._net\n"
-    "        net(torch.randn(8, 256)).square().mean().backward()\n"
-    "        self._opt.step()\n"
-    "        if i == 2:\n"
-    "            raise ValueError('once')\n"
-    "    def fit(self):\n"
-    "        for i in range(5):\n"
-    "            try:\n"
-    "                self.step(i)\n"
-    "            except ValueError as error:\n"
-    "                self.errors.append(error)\n"
-    "trainer = Trainer()\n"
-    "trainer.fit()\n",
-    "an ensemble that calls its older models": "models = []\n"
-    "x, y = torch.randn(256, 64), torch.randn(256, 64)\n"
-    "for _ in range(8):\n"
-    "    with torch.no_grad():\n"
-    "        left = y - sum(model(x) for model in models)\n"
-    "    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))\n"
-    "    own = torch.optim.Adam(model.parameters())\n"
-    "    for _ in range(3):\n"
-    "        own.zero_grad()\n"
-    "        (model(x) - left).square().mean().backward()\n"
-    "        own.step()\n"
-    "    models.append(model)\n",
-    "layers that are added": "for i in range(8):\n"
-    "    net.append(nn.Linear(64, 64))\n"
-    "    opt.add_param_group({'params': list(net[-1].parameters())})\n"
-    "    step(torch.randn(64, 64))\n",
+    "a bank of the last rows": """\
+bank = torch.randn(64, 64)
+for _ in range(40):
+    bank = torch.cat([bank, step(torch.randn(256, 64)).detach()])[-1024:]
+""",
+    "the first examples, before a large evaluation": """\
+examples = []
+for i in range(12):
+    out = step(torch.randn(512, 64)).detach()
+    if i < 4:
+        examples.append(out)
+with torch.no_grad():
+    net(torch.randn(20000, 64))
+""",
+    "the layers of one batch without gradients": """\
+layers = [nn.Linear(64, 64) for _ in range(8)]
+with torch.no_grad():
+    features = [torch.randn(512, 64)]
+    for layer in layers:
+        features.append(layer(features[-1]))
+""",
+    "windows": """\
+recent, mine = collections.deque(maxlen=4), []
+for _ in range(12):
+    recent.append(step(torch.randn(512, 64)).detach())
+    mine = [*mine[-3:], recent[-1] * 2]
+""",
+    "the first examples": """\
+examples = []
+for i in range(12):
+    out = step(torch.randn(512, 64)).detach()
+    if i < 4:
+        examples.append(out)
+""",
+    "numbers": """\
+losses = []
+for _ in range(12):
+    losses.append(step(torch.randn(512, 64)).square().mean().item())
+""",
+    "a model in a cycle, in a function that ends": """\
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(256, 256)
+        self.body.register_forward_hook(self.note)
+    def note(self, *_):
+        pass
+    def forward(self, x):
+        return self.body(x)
+def main():
+    own = Net()
+    sgd = torch.optim.SGD(own.parameters(), 0.1)
+    for _ in range(4):
+        own(torch.randn(8, 256)).square().mean().backward()
+        sgd.step()
+gc.disable()
+main()
+""",
+    "a model that an error refers to as well": """\
+class Trainer:
+    def __init__(self):
+        self._net, self.errors = nn.Linear(256, 256), []
+        self._opt = torch.optim.SGD(self._net.parameters(), 0.1)
+    def step(self, i):
+        net = self._net
+        net(torch.randn(8, 256)).square().mean().backward()
+        self._opt.step()
+        if i == 2:
+            raise ValueError('once')
+    def fit(self):
+        for i in range(5):
+            try:
+                self.step(i)
+            except ValueError as error:
+                self.errors.append(error)
+trainer = Trainer()
+trainer.fit()
+""",
+    "an ensemble that calls its older models": """\
+models = []
+x, y = torch.randn(256, 64), torch.randn(256, 64)
+for _ in range(8):
+    with torch.no_grad():
+        left = y - sum(model(x) for model in models)
+    model = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64))
+    own = torch.optim.Adam(model.parameters())
+    for _ in range(3):
+        own.zero_grad()
+        (model(x) - left).square().mean().backward()
+        own.step()
+    models.append(model)
+""",
+    "layers that are added": """\
+for i in range(8):
+    net.append(nn.Linear(64, 64))
+    opt.add_param_group({'params': list(net[-1].parameters())})
+    step(torch.randn(64, 64))
+""",
 }
 
 
@@ -600,14 +668,14 @@ def test_what_does_not_grow_is_not_accused(name, measured):
     assert not names & accused
 
 
-RUNNING_MEAN = (
-    "scale = nn.Parameter(torch.zeros(()))\n"
-    "factor = scale.exp()\n"
-    "mean = torch.zeros(())\n"
-    "for _ in range(12):\n"
-    "    out = step(torch.randn(8, 64)) * factor\n"
-    "    mean = 0.9 * mean + 0.1 * out.mean()\n"
-)
+RUNNING_MEAN = """\
+scale = nn.Parameter(torch.zeros(()))
+factor = scale.exp()
+mean = torch.zeros(())
+for _ in range(12):
+    out = step(torch.randn(8, 64)) * factor
+    mean = 0.9 * mean + 0.1 * out.mean()
+"""
 
 
 def test_a_number_with_a_graph_of_many_steps_is_named(measured):
@@ -620,9 +688,11 @@ def test_a_number_with_a_graph_of_many_steps_is_named(measured):
 
 def test_a_list_is_not_told_to_detach_itself(measured):
     said = measured(
-        "losses = []\n"
-        "for _ in range(8):\n"
-        "    losses.append((step(torch.randn(512, 64)) - 1).square().sum())\n"
+        """\
+losses = []
+for _ in range(8):
+    losses.append((step(torch.randn(512, 64)) - 1).square().sum())
+"""
     )
     remedy = said.causes[0].remedy
     assert "`losses`" in remedy and "x.detach()" in remedy and "losses.detach()" not in remedy
@@ -630,9 +700,11 @@ def test_a_list_is_not_told_to_detach_itself(measured):
 
 def test_a_state_of_a_module_is_no_optimizers(measured):
     said = measured(
-        "net.state = {'hidden': []}\n"
-        "for _ in range(8):\n"
-        "    net.state['hidden'].append(step(torch.randn(512, 64)).detach())\n"
+        """\
+net.state = {'hidden': []}
+for _ in range(8):
+    net.state['hidden'].append(step(torch.randn(512, 64)).detach())
+"""
     )
     assert "`net.state['hidden']`" in said.causes[0].evidence
     assert "LBFGS" not in said.causes[0].remedy
@@ -647,14 +719,14 @@ def test_a_number_in_a_function_that_ends_is_named(end, measured):
 
 
 def test_gradients_with_a_graph_are_let_go_with_their_loss(measured):
-    text = (
-        "for _ in range(6):\n"
-        "    loss = net(torch.randn(512, 64)).square().mean()\n"
-        "    opt.zero_grad()\n"
-        "    loss.backward(create_graph=True)\n"
-        "    opt.step()\n"
-        "    'let go'\n"
-    )
+    text = """\
+for _ in range(6):
+    loss = net(torch.randn(512, 64)).square().mean()
+    opt.zero_grad()
+    loss.backward(create_graph=True)
+    opt.step()
+    'let go'
+"""
     before = measured(text)
     assert before.causes[0].name == "Gradients keep graphs of their own"
     assert "torch.autograd.grad(" in before.causes[0].remedy

@@ -24,7 +24,7 @@ def is_refused(compiled):
         return "is compiled with torch.compile" in str(error)
     return False
 
-with MemoryTracker(live=False):
+with MemoryTracker():
     from torch import compile
 """
 AFTER_THE_BLOCK = """
@@ -36,7 +36,7 @@ from torch._dynamo import eval_frame
 assert eval_frame._callback_from_stance.__module__ == eval_frame.__name__
 """
 IN_ANOTHER_BLOCK = """
-with MemoryTracker(live=False):
+with MemoryTracker():
     assert is_refused(compile(double, backend="eager"))
 assert torch.compile is original
 assert compile(double, backend="eager")(torch.ones(3)).sum() == 6
@@ -44,7 +44,7 @@ assert compile(double, backend="eager")(torch.ones(3)).sum() == 6
 AS_A_DECORATOR_WITH_ARGUMENTS = """
     decorate = compile(backend="eager")
 assert decorate(double)(torch.ones(3)).sum() == 6
-with MemoryTracker(live=False):
+with MemoryTracker():
     assert is_refused(decorate(double))
 """
 WRAPPED_BY_THE_SCRIPT = """

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import oom
 from support.nightly import each
-from support.oom import growth, tensors, weights
+from support.oom import evaluations, growth, tensors, weights
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, diagnose, predict, prepare, step
@@ -22,24 +22,20 @@ from gradmem_lib.units import format_bytes
 NAMES = [technique.name for technique in TECHNIQUES]
 SMALLER = "smaller micro-batches, or shorter rows"
 MOVED = "moving activations off the card"
-REAL = dict(
-    zip(
-        NAMES,
-        (
-            {"optimizer": "adamw-fused"},
-            {"chunked_loss": True},
-            {"accumulation": 4},
-            {"checkpointing": "per-layer"},
-            {"offload": "activations"},
-            {"optimizer": "adafactor-torch"},
-            {"optimizer": "sgd"},
-            {"in_backward": True},
-            {"lora_rank": 2},
-            {"lora_rank": 2, "quantized_base": True},
-        ),
-        strict=True,
-    )
-)
+# What each technique is in a recipe, in their order.
+RECIPES = """
+optimizer="adamw-fused"
+chunked_loss=True
+accumulation=4
+checkpointing="per-layer"
+offload="activations"
+optimizer="adafactor-torch"
+optimizer="sgd"
+in_backward=True
+lora_rank=2
+lora_rank=2, quantized_base=True
+"""
+REAL = dict(zip(NAMES, RECIPES.strip().splitlines(), strict=True))
 STARTS = {
     "states": (Recipe(optimizer="adamw-foreach", accumulation=4), 4, 8),
     "activations": (Recipe(optimizer="adamw"), 4, 96),
@@ -53,7 +49,7 @@ def tracked(recipe: Recipe, rows: int, tokens: int, layers: int = 3) -> MemoryTr
     ids = torch.randint(0, 400, (rows, tokens), generator=torch.Generator().manual_seed(0))
     made = prepare(model, recipe)
     with MemoryTracker(
-        made.model, None if isinstance(made.optimizer, list) else made.optimizer, live=False
+        made.model, None if isinstance(made.optimizer, list) else made.optimizer
     ) as tracker:
         for _ in range(2):
             step(made.model, made.optimizer, {"input_ids": ids, "labels": ids}, recipe)
@@ -78,7 +74,7 @@ def test_no_real_technique_comes_below_its_bound_and_none_that_cannot_helps(star
     for name, change in REAL.items():
         if "in_backward" in change and recipe.accumulation > 1:
             continue
-        changed = replace(recipe, **change)
+        changed = eval(f"replace(recipe, {change})")
         lora = recipe.lora_rank is None and changed.lora_rank is not None
         peak = tracked(changed, rows, tokens).peak.total
         # see diagnose: a side effect
@@ -109,7 +105,7 @@ def test_by_hand():
         nn.Linear(512, 512, bias=False), nn.Tanh(), nn.Linear(512, 512, bias=False)
     )
     x = torch.randn(1024, 512)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model(x).sum().backward()
     found, MiB = diagnose(tracker), 2**20
     at = found.peak.by_category
@@ -120,46 +116,48 @@ def test_by_hand():
     assert found.lowest[FUSED] == found.peak.total and FUSED in found.cannot_help
 
 
-def test_a_prediction_and_an_error_are_diagnosed_as_well():
+def test_a_prediction_is_diagnosed_as_well():
     recipe = Recipe(optimizer="adamw-foreach")
     config = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000).config
     predicted = predict(config, batch_size=1, seq_len=8, recipe=recipe, target="cpu")
     found = diagnose(predicted)
     assert found.peak == predicted.peak and "checkpointing" in found.cannot_help
-    model = models.tiny_llama(layers=2, hidden=64, heads=4, vocab=4000)
-    ids = torch.zeros(8, 64, dtype=torch.long)
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(model, live=False, budget="5 MiB"):
-        model(input_ids=ids, labels=ids).loss.backward()
-    found = diagnose(caught.value)
-    assert found.peak.total > 5 * 2**20 and SMALLER in found.helps
 
 
-def test_sgd_is_not_offered_to_a_run_that_uses_it():
-    assert SGD in diagnose(weights.momentum_sgd()).cannot_help
-    assert SGD in diagnose(growth.losses_in_a_list()).helps  # AdamW
+# Whether a technique could help a program.
+OFFERED = [
+    (growth.losses_in_a_list, SGD, True),  # its optimizer is AdamW
+    (weights.momentum_sgd, SGD, False),
+    (tensors.classes_of_frames, CHUNKS, False),  # its loss takes whole rows
+    (evaluations.larger_validation, SMALLER, False),
+    (evaluations.teacher_of_the_whole_batch, SMALLER, False),
+    (evaluations.chain_of_forwards_after_each_step, SMALLER, False),
+]
 
 
-@pytest.mark.parametrize("weights", [2.2, 2.8, 3.6])
-def test_sgd_is_offered_while_adam_makes_its_first_states(weights):
-    """By then, Adam may have made one state of one parameter."""
-    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-    optimizer = torch.optim.Adam(net.parameters(), foreach=False)
-    budget = int(weights * sum(p.nbytes for p in net.parameters()))
-    with (
-        pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(net, optimizer, budget=budget, live=False),
-    ):
-        net(torch.randn(8, 256)).square().mean().backward()
+@pytest.mark.parametrize(("program", "technique", "helps"), OFFERED)
+def test_a_technique_is_offered_where_it_could_help(program, technique, helps):
+    found = diagnose(program())
+    assert (technique in found.helps, technique in found.cannot_help) == (helps, not helps)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("times", [2.2, 2.8, 3.6])
+def test_where_adams_first_states_do_not_fit_sgd_is_offered_and_fused_is_not(times, fused):
+    """Fused fails at the same allocation. By then, Adam may have made one state of one weight."""
+    net = oom.Net(4096)
+    optimizer = torch.optim.Adam(net.parameters(), foreach=False, fused=fused)
+    budget = int(times * sum(p.nbytes for p in net.parameters()))
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(net, optimizer, budget=budget):
+        net(torch.randn(8, 64)).square().mean().backward()
         optimizer.step()
     found = diagnose(caught.value)
-    assert found.peak.moment == "optimizer step" and SGD in found.helps
+    assert found.peak.moment == "optimizer step"
+    assert SGD in found.helps and FUSED in found.cannot_help
+    assert found.causes[0].name == oom.FIRST_STEP
     assert "SGD keeps no states" in found.causes[0].remedy
-
-
-def test_the_loss_in_chunks_is_not_offered_to_a_loss_of_whole_rows():
-    found = diagnose(tensors.classes_of_frames())
-    assert CHUNKS in found.cannot_help
-    assert "sum over tokens" not in str(found)
+    could = str(caught.value).partition("What could bring")[2].partition("What could not")[0]
+    assert FUSED not in could and "SGD" in could
 
 
 def ordinary_steps(net: nn.Module, optimizer) -> None:
@@ -180,9 +178,9 @@ def test_after_a_reset_only_what_follows_counts(what):
     net = oom.Net()
     optimizer = oom.adamw(net)
     ordinary_steps(net, optimizer)
-    with MemoryTracker(net, optimizer, live=False) as begun_later:
+    with MemoryTracker(net, optimizer) as begun_later:
         what(net, optimizer)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         oom.stepped(net(torch.randn(2048, 64)).square().mean(), optimizer)
         with torch.no_grad():
             net(torch.randn(4096, 64))
@@ -198,7 +196,7 @@ def test_after_a_reset_only_what_follows_counts(what):
 def test_a_graph_from_before_the_reset_still_has_its_forward():
     net = oom.Net()
     optimizer = oom.adamw(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         ordinary_steps(net, optimizer)
         kept = net(torch.randn(2048, 64))  # a graph that nothing uses
         tracker.reset_peak()
@@ -214,7 +212,7 @@ def test_a_reset_inside_a_forward_forgets_what_was_before_it():
             tracker.reset_peak()
             return (x * 2).sum()
 
-    with MemoryTracker(live=False) as tracker, torch.no_grad():
+    with MemoryTracker() as tracker, torch.no_grad():
         Resets()(torch.randn(1000))
     assert tracker.forwards[0].peak < 100_000 * 4
 
@@ -230,7 +228,7 @@ def test_an_ordinary_step_names_the_line_that_makes_most_of_it():
     net = nn.ModuleList([nn.Linear(8, 512), nn.Linear(512, 8)])
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     x = torch.randn(2000, 8)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         for _ in range(2):
             wide = net[0](x)
             narrow = net[1](wide)

@@ -10,7 +10,7 @@ from gradmem_lib import MemoryTracker
 def tracker_of(rows: int) -> MemoryTracker:
     model = torch.nn.Linear(8, 4)
     kept = []
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         for row in range(rows):
             kept.append(torch.ones(row + 1, 8))
     return tracker

@@ -35,7 +35,7 @@ def plain_trainer(tmp_path, memory, **given):
 
 
 def test_any_trainer_can_be_watched(tmp_path):
-    with MemoryCallback(live=False, title="mine") as memory:
+    with MemoryCallback(title="mine") as memory:
         plain_trainer(tmp_path, memory, eval_strategy="steps", eval_steps=3).train()
     assert sorted(memory.by_step) == [1, 2, 3]
     assert memory.by_step[2] == memory.by_step[3]
@@ -47,7 +47,7 @@ def test_any_trainer_can_be_watched(tmp_path):
 
 
 def test_a_budget_ends_a_run_and_leaves_nothing_behind(tmp_path):
-    with MemoryCallback(live=False, budget="2 MiB") as memory:
+    with MemoryCallback(budget="2 MiB") as memory:
         trainer = plain_trainer(tmp_path, memory)
         with pytest.raises(BudgetExceeded):
             trainer.train()
@@ -55,13 +55,13 @@ def test_a_budget_ends_a_run_and_leaves_nothing_behind(tmp_path):
     assert not any(
         module._forward_hooks or module._forward_pre_hooks for module in trainer.model.modules()
     )
-    with MemoryCallback(live=False) as memory:
+    with MemoryCallback() as memory:
         plain_trainer(tmp_path, memory).train()
     assert memory.peak.total > 0
 
 
 def test_outside_its_with_it_refuses(tmp_path):
-    memory = MemoryCallback(live=False)
+    memory = MemoryCallback()
     with pytest.raises(RuntimeError, match="with block"):
         plain_trainer(tmp_path, memory).train()
     with pytest.raises(RuntimeError, match="nothing was trained"):

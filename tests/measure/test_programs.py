@@ -112,7 +112,7 @@ def test_a_step_keeps_its_contract(name):
     expected = allocator_peak(step, before=2)
     model, optimizers, step = built(name)
     own = storages([*model.parameters(), *model.buffers()])
-    with without_collections(), MemoryTracker(model, optimizers, live=False) as tracker:
+    with without_collections(), MemoryTracker(model, optimizers) as tracker:
         tracker.watch(there_already(own), "other")
         step()
         step()
@@ -141,7 +141,7 @@ def test_a_step_keeps_its_contract(name):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_it_is_not_accused_of_what_it_does_not_do(name):
     model, optimizers, step = built(name)
-    with MemoryTracker(model, optimizers, live=False) as tracker:
+    with MemoryTracker(model, optimizers) as tracker:
         for _ in range(3):
             step()
     causes = {cause.name for cause in diagnose(tracker).causes}

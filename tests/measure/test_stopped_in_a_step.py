@@ -19,20 +19,16 @@ ROWS = 512
 UNUSED = "A forward's graph is never used"
 
 
-class Stop(Exception):
-    pass
-
-
 class StopAt:
-    """Raises ``error`` at its ``number``-th call."""
+    """Presses Ctrl-C at its ``number``-th call; 0: never."""
 
-    def __init__(self, number: int, error: type[BaseException] = Stop):
-        self.left, self.error = number, error
+    def __init__(self, number: int):
+        self.left = number
 
     def __call__(self) -> None:
         self.left -= 1
         if self.left == 0:
-            raise self.error
+            raise KeyboardInterrupt
 
 
 def net(*sizes: int) -> nn.Sequential:
@@ -100,31 +96,31 @@ def rare_steps(stop):
             of_encoder.zero_grad()
 
 
-def measured(program, stop) -> ScriptTracker:
-    """``program`` under the tracker of ``gradmem run``, until it ends or ``stop`` raises an
-    error.
-    """
+PROGRAMS = [gan, wasserstein, views, rare_steps]
+
+
+def measured(program, number: int) -> ScriptTracker:
+    """``program`` under the tracker of ``gradmem run``, until its call of that number."""
     tracker = ScriptTracker(None)
     tracker.__enter__()
     error = None
     try:
-        program(stop)
-    except (Stop, KeyboardInterrupt) as raised:
+        program(StopAt(number))
+    except KeyboardInterrupt as raised:
         error = raised
     tracker.end(error)
     return tracker
 
 
-@pytest.mark.parametrize("program", [gan, wasserstein, views, rare_steps])
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 5, 6, 7])
+def causes(tracker) -> list[str]:
+    return [cause.name for cause in diagnose(tracker).causes]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("number", range(8))
 def test_what_would_have_come_is_not_known(program, number):
-    at_ctrl_c = measured(program, StopAt(number, KeyboardInterrupt))
-    assert [cause.name for cause in diagnose(at_ctrl_c).causes] == []
-
-
-@pytest.mark.parametrize("program", [gan, wasserstein, views, rare_steps])
-def test_the_whole_program_has_no_such_cause_either(program):
-    assert [cause.name for cause in diagnose(measured(program, lambda: None)).causes] == []
+    """Nor has the whole program such a cause."""
+    assert causes(measured(program, number)) == []
 
 
 @pytest.mark.parametrize(
@@ -135,35 +131,35 @@ def test_after_the_given_steps_a_script_goes_on(program, steps):
     tracker.meter.limit = steps
     tracker.meter.at_limit = lambda: tracker.end(goes_on=True)
     tracker.__enter__()
-    program(lambda: None)
+    program(StopAt(0))
     assert tracker.steps == steps
-    assert [cause.name for cause in diagnose(tracker).causes] == []
+    assert causes(tracker) == []
 
 
 @pytest.mark.parametrize("number", [1, 2, 3, 4, 5])
-def test_a_tracker_knows_the_optimizers_of_a_block_that_an_error_ends(number):
-    tracker = MemoryTracker(live=False)
-    with pytest.raises(Stop), tracker:
+def test_a_tracker_knows_the_optimizers_of_a_block_that_is_stopped(number):
+    with pytest.raises(KeyboardInterrupt), MemoryTracker() as tracker:
         gan(StopAt(number))
-    assert [cause.name for cause in diagnose(tracker).causes] == []
+    assert causes(tracker) == []
 
 
-def test_an_evaluation_with_a_graph_is_named_though_the_run_is_stopped_in_it():
-    def program(stop):
-        model = net(32, 64, 64, 8)
-        optimizer = adam(model)
-        for _ in range(3):
-            F.mse_loss(model(torch.randn(ROWS, 32)), torch.randn(ROWS, 8)).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        outputs = []
-        for _ in range(4):
-            outputs.append(model(torch.randn(4 * ROWS, 32)))
-            stop()
+def evaluates(stop):
+    """An evaluation after a training, whose outputs keep their graphs."""
+    model = net(32, 64, 64, 8)
+    optimizer = adam(model)
+    for _ in range(3):
+        F.mse_loss(model(torch.randn(ROWS, 32)), torch.randn(ROWS, 8)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    outputs = []
+    for _ in range(4):
+        outputs.append(model(torch.randn(4 * ROWS, 32)))
+        stop()
 
-    for number in (1, 3):
-        tracker = measured(program, StopAt(number, KeyboardInterrupt))
-        assert [cause.name for cause in diagnose(tracker).causes][:1] == [UNUSED]
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_an_evaluation_with_a_graph_is_named_though_the_run_is_stopped_in_it(number):
+    assert causes(measured(evaluates, number))[:1] == [UNUSED]
 
 
 def test_an_evaluation_that_calls_the_training_s_function_is_not_the_training():
@@ -174,7 +170,7 @@ def test_an_evaluation_that_calls_the_training_s_function_is_not_the_training():
     def loss_of(rows: int) -> torch.Tensor:
         return model(torch.randn(rows, 64)).square().mean()
 
-    with pytest.raises(Stop), MemoryTracker(model, optimizer, live=False) as tracker:
+    with pytest.raises(KeyboardInterrupt), MemoryTracker(model, optimizer) as tracker:
         for _ in range(3):
             loss_of(ROWS).backward()
             optimizer.step()
@@ -185,6 +181,5 @@ def test_an_evaluation_that_calls_the_training_s_function_is_not_the_training():
         while True:
             losses.append(loss_of(ROWS))
             stop()
-    names = [cause.name for cause in diagnose(tracker).causes]
-    assert names[0] == UNUSED
-    assert "Losses are added up before one backward" not in names
+    assert causes(tracker)[0] == UNUSED
+    assert "Losses are added up before one backward" not in causes(tracker)

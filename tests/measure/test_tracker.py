@@ -30,7 +30,7 @@ def both_peaks(model, opt, batch, step):
     """
     oracle = MemTracker()
     oracle.track_external(model, opt, *batch)
-    with oracle, MemoryTracker(model, opt, live=False) as tracker:
+    with oracle, MemoryTracker(model, opt) as tracker:
         tracker.watch(batch, "other")
         step()
     return tracker, oracle.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
@@ -68,7 +68,7 @@ def test_peak_is_the_cpu_allocators_within_a_thousandth(name, checkpointed):
     # see, are small.
     model, opt, batch, step = build(name, checkpointed=checkpointed, seq_len=64, hidden=512)
     step()
-    with MemoryTracker(model, opt, live=False) as tracker:
+    with MemoryTracker(model, opt) as tracker:
         tracker.watch(batch, "other")
         start = tracker.current.total
         step()
@@ -80,7 +80,7 @@ def test_recomputed_activations_are_activations(reentrant):
     """A checkpointed block's internals come back in the backward pass, under their own name."""
     block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     x = torch.randn(32, 64, requires_grad=True)
-    with MemoryTracker(block, live=False) as tracker:
+    with MemoryTracker(block) as tracker:
         y = checkpoint(block, x, use_reentrant=reentrant)
         after_forward = tracker.current.by_category["activations"]
         y.sum().backward()
@@ -96,7 +96,7 @@ def test_recomputed_activations_are_activations(reentrant):
 
 def test_a_learners_own_step_is_counted_as_it_says():
     weight = torch.randn(64, 64, requires_grad=True)
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         tracker.watch(weight, "parameters")
         (weight * 2).sum().backward()
         tracker.watch(weight.grad, "gradients")
@@ -118,7 +118,7 @@ def test_a_learners_own_step_is_counted_as_it_says():
 
 
 def test_an_address_that_is_in_use_again_is_another_storage():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         reused = 0
         for _ in range(100):
             x = torch.zeros(64)
@@ -134,7 +134,7 @@ def test_an_address_that_is_in_use_again_is_another_storage():
 
 def test_repr_is_exact():
     model, opt, _, step = build("llama")
-    with MemoryTracker(model, opt, live=False) as tracker:
+    with MemoryTracker(model, opt) as tracker:
         step()
     assert repr(tracker).startswith(f"MemoryTracker(peak {tracker.peak.total:,} bytes in ")
     assert tracker.allocator is None
@@ -155,7 +155,7 @@ def test_the_watch_sees_backward_threads_too():
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         threads = [threading.Thread(target=work) for _ in range(4)]
         for t in threads:
             t.start()

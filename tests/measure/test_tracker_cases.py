@@ -51,7 +51,7 @@ def test_a_quantized_weight_counts_what_is_inside():
     codes, scale = torch.ones(32, 64, dtype=torch.int8), torch.ones(32, 1)
     model.weight = nn.Parameter(Int8(codes, scale), requires_grad=False)
     x = torch.randn(4, 64)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         assert tracker.current.by_category["parameters"] == codes.nbytes + scale.nbytes
         with torch.no_grad():
             model(x)
@@ -73,7 +73,7 @@ def test_a_weight_in_bitsandbytes_4_bits_counts_its_scales_and_theirs():
     layer.weight.quant_state = SimpleNamespace(
         absmax=absmax, code=code, offset=offset, shape=(32, 64), state2=nested
     )
-    with MemoryTracker(layer, live=False) as tracker:
+    with MemoryTracker(layer) as tracker:
         kept = sum(t.nbytes for t in (layer.weight, *tensors))
         assert tracker.current.by_category["parameters"] == tracker.current.total == kept
 
@@ -95,7 +95,7 @@ def test_a_compressed_sparse_tensor_counts_its_three_parts(layout, lines, kept, 
     parts = [*(part() for part in by_line), made.values()]
     existed = sum(part.untyped_storage().nbytes() for part in parts)
     del parts
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         copied = made.clone()
         assert copied.layout == made.layout
         copy = 8 * (lines + 1) + 8 * kept + 4 * kept * size
@@ -135,7 +135,7 @@ def sharded_here():
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         start = tracker.current.total
         for _ in range(2):
             model(torch.randn(8, 64)).sum().backward()
@@ -153,7 +153,7 @@ def test_fsdp_shards_count_their_own_half():
 
 
 def test_a_storage_that_is_resized_is_seen_at_once():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         x = torch.zeros(100)
         x.untyped_storage().resize_(0)
         assert tracker.current.total == 0
@@ -162,7 +162,7 @@ def test_a_storage_that_is_resized_is_seen_at_once():
 
 
 def test_zeros_of_forward_mode_take_no_bytes():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         zeros = torch._efficientzerotensor((64, 64))
         assert tracker.current.total == 0
     assert zeros._is_zerotensor()
@@ -179,7 +179,7 @@ def test_lbfgs_has_states_in_lists_and_phases_within_its_step():
         loss.backward()
         return loss
 
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         optimizer.step(closure)
         now = tracker.current
     assert now.by_category["optimizer"] == nbytes(states(dict(optimizer.state)))
@@ -192,7 +192,7 @@ def test_what_a_budget_stops_in_a_first_step_counts_the_states_that_have_come():
     size = 64 * 64 * 4
     with (
         pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(model, budget=6 * size + 4096, live=False),
+        MemoryTracker(model, budget=6 * size + 4096),
     ):
         # two weights, two gradients, and the moments of one
         model(torch.ones(1, 64)).sum().backward()
@@ -216,7 +216,7 @@ def test_a_part_without_gradients_does_not_make_the_rest_a_forward_without():
             return x @ self.weight
 
     model, x = Half(), torch.ones(4, 16)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         y = model(x)
         now = tracker.current.by_category
     assert (
@@ -241,7 +241,7 @@ def test_a_view_of_something_older_that_backward_takes_is_no_bucket():
             return d
 
     model = nn.Linear(8, 8)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         Looks.apply(model(torch.ones(1, 8))).sum().backward()
     assert tracker.peak_by_phase["forward"] < older.nbytes < tracker.peak_by_phase["backward"]
     assert [h.module for h in tracker.largest_at_peak(99) if h.nbytes == older.nbytes] == [""]
@@ -251,7 +251,7 @@ def test_what_is_watched_is_part_of_the_peak_at_once_and_phases_that_were_not_ar
     older = torch.ones(1000)
     with torch.device("meta"):
         # the default device would be counted otherwise
-        tracker = MemoryTracker(device="cpu", live=False)
+        tracker = MemoryTracker(device="cpu")
     with tracker:
         elsewhere = torch.ones(7, device="meta")
         tracker.watch([older, elsewhere], "optimizer")
@@ -270,7 +270,7 @@ def test_the_picture_tells_what_the_figures_tell(foreach):
     """In a first step states are named as soon as the step is over, and past samples with them."""
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 512, bias=False))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         model(torch.ones(1, 8)).sum().backward()
         optimizer.step()
     timeline, peak = tracker.timeline, tracker.peak

@@ -43,7 +43,7 @@ def test_what_is_alive_around_each_call():
     """
     net, x = Net(), torch.ones(16, 8)
     seen = []
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for with_grad in (True, False, True):
             dropped = torch.zeros(1000)
             del dropped
@@ -79,7 +79,7 @@ def test_what_a_call_frees_when_it_returns_is_not_alive_after_it():
             del made
             return result
 
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         out = Drops()(torch.ones(100))
     [done] = tracker.forwards
     assert done.live_after == done.live_before + out.nbytes
@@ -87,7 +87,7 @@ def test_what_a_call_frees_when_it_returns_is_not_alive_after_it():
 
 def test_a_result_is_what_a_call_has_made_and_returned():
     same, x = nn.Identity(), torch.ones(9, requires_grad=True)
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         out = nn.ReLU()(x)
         passed_on = x * 2
         same(out)
@@ -105,7 +105,7 @@ def test_no_result_of_a_call_that_raises():
             raise ValueError("as it should")
 
     fails, net, x = Fails(), Net(), torch.ones(16, 8)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         with pytest.raises(ValueError, match="as it should"):
             fails(x)
         net(x)
@@ -116,7 +116,7 @@ def test_no_result_of_a_call_that_raises():
 
 def test_a_loss_is_what_is_given_a_models_output_and_has_no_weights():
     net, loss = Net(), nn.CrossEntropyLoss(weight=torch.ones(8))
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         out = net(torch.ones(16, 8))
         loss(out, torch.zeros(16, dtype=torch.long)).backward()
     model, criterion = tracker.forwards
@@ -143,7 +143,7 @@ class Outer(nn.Module):
 
 def test_a_module_that_hides_its_weights_has_them():
     outer, net = Outer(Net()), Outer(nn.Sequential(nn.ReLU()))
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         outer(torch.ones(16, 8))
         net(torch.ones(16, 8))
     assert [p.has_weights for p in tracker.forwards] == [True, False]
@@ -151,7 +151,7 @@ def test_a_module_that_hides_its_weights_has_them():
 
 def test_weights_that_were_computed_chain_a_call():
     net, x = Net(), torch.ones(16, 8)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         fast = {name: p * 0.5 for name, p in net.named_parameters()}
         functional_call(net, fast, x)
         net(x)
@@ -162,7 +162,7 @@ def test_weights_that_were_computed_chain_a_call():
 def test_of_a_call_with_computed_weights_it_is_not_said_that_no_optimizer_has_them():
     """The module's own weights, which no optimizer has, stand aside while it runs."""
     net, scale, x = Net(), nn.Parameter(torch.ones(())), torch.ones(16, 8)
-    with MemoryTracker(net, SGD([scale], lr=0.1), live=False) as tracker:
+    with MemoryTracker(net, SGD([scale], lr=0.1)) as tracker:
         made = {name: p.detach() * scale for name, p in net.named_parameters()}
         functional_call(net, made, x)
         net(x)
@@ -172,7 +172,7 @@ def test_of_a_call_with_computed_weights_it_is_not_said_that_no_optimizer_has_th
 def test_calls_of_one_module_have_one_number_and_others_another():
     net = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
     other, relu, x = nn.Linear(8, 8), nn.ReLU(), torch.ones(4, 8)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for module in (net, other, relu, net, net[:-1], net[:-1], relu):
             module(x)
         for _ in range(3):
@@ -195,7 +195,7 @@ def test_whose_weights_they_are():
     stepping = SGD([*net.parameters(), *trained.parameters()], lr=0.1)
     waits = SGD(waiting.parameters(), lr=0.1)
     models = {"net": net, "trained": trained, "waiting": waiting, "frozen": frozen, "free": free}
-    with MemoryTracker(net, [stepping, waits], live=False) as tracker:
+    with MemoryTracker(net, [stepping, waits]) as tracker:
         for model in models.values():
             model.eval()
             model(x).sum()
@@ -214,10 +214,10 @@ def test_whose_weights_they_are():
 
 def test_without_an_optimizer_nothing_is_known_of_one():
     net = Net()
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         net(torch.ones(4, 8))
     assert tracker.facts.optimized is None
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         pass
     assert tracker.facts.structure is NO_MODEL
 
@@ -225,7 +225,7 @@ def test_without_an_optimizer_nothing_is_known_of_one():
 def test_after_an_error_the_optimizers_that_wait_are_found():
     net = Net()
     optimizer = SGD(net.parameters(), lr=0.1)
-    with pytest.raises(ZeroDivisionError), MemoryTracker(net, live=False) as tracker:
+    with pytest.raises(ZeroDivisionError), MemoryTracker(net) as tracker:
         net(torch.ones(4, 8))
         raise ZeroDivisionError
     [done] = tracker.forwards
@@ -236,7 +236,7 @@ def test_after_an_error_the_optimizers_that_wait_are_found():
 def test_rows_of_batches_and_where_they_change():
     net = Net()
     optimizer = SGD(net.parameters(), lr=0.1)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         for rows in (4, 4, 6):
             with torch.no_grad():
                 net(torch.ones(9, 8))
@@ -253,7 +253,7 @@ def test_rows_of_batches_and_where_they_change():
 def test_a_batch_from_before_is_counted_where_it_is_given_and_named_so():
     net, x = Net(), torch.ones(16, 8)
     mask = {"mask": [torch.ones(7)]}
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         Takes()(x, mask)
         [first] = tracker.forwards
         assert first.live_before + x.nbytes + 28 == tracker.current.total
@@ -266,7 +266,7 @@ def test_a_batch_from_before_is_counted_where_it_is_given_and_named_so():
 
 def test_a_batch_that_goes_with_its_call_was_there():
     batches = [torch.ones(1000)]
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         Takes()(batches.pop())
     assert (tracker.peak.total, tracker.current.total) == (4000, 0)
 
@@ -274,7 +274,7 @@ def test_a_batch_that_goes_with_its_call_was_there():
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
     net, x = Net(), torch.ones(16, 8, requires_grad=True)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         net(x).sum().backward()
         assert not tracker.facts.recomputed
         checkpoint(net, x, use_reentrant=reentrant).sum().backward()
@@ -284,7 +284,7 @@ def test_a_forward_that_runs_again_in_backward_is_no_call(reentrant):
 def test_a_layer_that_a_checkpoint_only_begins_again_is_recomputed():
     """Its backward needs the input alone, so that none of its operations runs again."""
     layer, x = nn.Linear(8, 8), torch.ones(4, 8, requires_grad=True)
-    with MemoryTracker(layer, live=False) as tracker:
+    with MemoryTracker(layer) as tracker:
         checkpoint(layer, x, use_reentrant=False).sum().backward()
     assert tracker.facts.recomputed
 
@@ -303,7 +303,7 @@ def test_modules_of_other_threads():
             refused.append(str(error))
 
     for tracked, modules in ((net, (net, net.first, other)), (None, (other,))):
-        with MemoryTracker(tracked, live=False) as tracker:
+        with MemoryTracker(tracked) as tracker:
             for module in modules:
                 thread = threading.Thread(target=run, args=(module,))
                 thread.start()
@@ -316,12 +316,12 @@ def test_modules_of_other_threads():
 def test_a_model_that_is_compiled_is_refused_at_once_and_in_the_block(place):
     compiled = torch.compile(Net())
     model = nn.ModuleDict({place: compiled}) if place else compiled
-    tracker = MemoryTracker(model, live=False)
+    tracker = MemoryTracker(model)
     with pytest.raises(RuntimeError, match=f"^{place or 'OptimizedModule'} is compiled"), tracker:
         pass
     assert not MemoryTracker.any_runs()
     refused = pytest.raises(RuntimeError, match=r"^OptimizedModule is compiled")
-    with refused, MemoryTracker(live=False):
+    with refused, MemoryTracker():
         compiled(torch.ones(16, 8))
 
 
@@ -329,7 +329,7 @@ def test_nothing_stays_after_the_block():
     """The model goes, its modules' names stay, and calls run as they did before."""
     net, x = Net(), torch.ones(16, 8)
     call, resize = nn.Module.__call__, torch.UntypedStorage.resize_
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         out = net(x)
         tracker.window_peak()
         kept = net.first(x)
@@ -351,7 +351,7 @@ def test_nothing_stays_after_the_block():
 
 def test_a_replaced_weight_is_found_at_the_next_call_and_at_the_end():
     net, x = Net(), torch.ones(16, 8)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         net.first = nn.Linear(8, 64, bias=False)
         net(x)
         mine = {h.module for h in tracker.holders("now") if h.category == "parameters"}
@@ -364,7 +364,7 @@ def test_a_replaced_weight_is_found_at_the_next_call_and_at_the_end():
 def test_a_list_that_holds_what_grows_is_found_when_a_call_begins():
     net, kept = Net(), []
     x = torch.ones(64, 8)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for _ in range(6):
             kept.append(net(x))
         del net

@@ -22,6 +22,7 @@ from gradmem_lib.measure.facts import Facts
 from gradmem_lib.measure.paths import who_holds
 from gradmem_lib.measure.timeline import Holder, MemorySnapshot
 from gradmem_lib.model.structure import Checkpoints, Structure
+from gradmem_lib.names import CATEGORIES
 
 
 def reachable():
@@ -38,30 +39,17 @@ def reachable():
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer_step"])
 def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
     model, opt, batch, step = build("llama")
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model, opt) as tracker:
         step()
-    phases = ["forward", "backward", "optimizer_step"]
-    peaks = [tracker.peak_by_phase[p] for p in phases]
-    model, opt, batch, step = build("llama")
-    if where == "backward":
-        step = forward_then_backward(model, batch)
-        with MemoryTracker(model, live=False) as tracker:
-            step()
-        peaks = [tracker.peak_by_phase[p] for p in phases]
-        model.zero_grad()
-    elif where == "optimizer_step":
-        with MemoryTracker(model, live=False) as tracker:
-            tracker.watch(batch, "other")
-            forward_then_backward(model, batch)()
-        peaks[2] = tracker.peak.total + 1000
-        model.zero_grad()
-    budget = {"forward": peaks[0] - 1, "backward": peaks[0] + 1, "optimizer_step": peaks[2]}[where]
+    # Each of these phases peaks above the one before.
+    budget = tracker.peak_by_phase[where] - 1
+    opt.state.clear()
     # A look at who holds the bytes gives Python the tensors of graphs that other tests have left.
     who_holds({0: 1})
     before = reachable()
     with (
         pytest.raises(BudgetExceeded) as caught,
-        MemoryTracker(model, opt, budget=budget, live=False) as tracker,
+        MemoryTracker(model, opt, budget=budget) as tracker,
     ):
         step()
     error = caught.value
@@ -78,28 +66,46 @@ def test_budget_raises_where_it_is_crossed_and_leaks_nothing(where):
     assert tracker.current.by_category["activations"] == 0, (
         "the failed step is gone from the count as well"
     )
-    with MemoryTracker(model, opt, live=False):
+    with MemoryTracker(model, opt):
         forward_then_backward(model, (batch[0][:1], batch[1][:1]))()
 
 
+# Bytes, category, module and operation.
+HOLDERS = """
+350 activations model.layers.0.mlp.act mul
+300 parameters embed read
+150 activations model.layers.0.attention mm
+85 temporaries head mm
+60 activations model.layers.1.mlp mul
+40 activations model.layers.2.mlp mul
+15 temporaries (backward) mm
+"""
+MESSAGE = """\
+out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)
+  asked for 60 bytes: mul, in forward
+  live by category:
+                 300 bytes  parameters
+                 600 bytes  activations
+                 100 bytes  temporaries
+  largest holders:
+                 500 bytes  activations  model.layers.0
+                 300 bytes  parameters   embed
+                  85 bytes  temporaries  head
+                  60 bytes  activations  model.layers.1
+                  40 bytes  activations  model.layers.2
+  What could bring this moment within the budget: {could}.
+  What could not: {could_not}.
+  A card of that size would be out of memory."""
+
+
 def test_the_message_has_every_figure():
-    everything = [
-        Holder(350, "activations", "model.layers.0.mlp.act", "mul"),
-        Holder(300, "parameters", "embed", ""),
-        Holder(150, "activations", "model.layers.0.attention", "mm"),
-        Holder(85, "temporaries", "head", "mm"),
-        Holder(60, "activations", "model.layers.1.mlp", "mul"),
-        Holder(40, "activations", "model.layers.2.mlp", "mul"),
-        Holder(15, "temporaries", "(backward)", "mm"),
-    ]
-    parts = {
-        "parameters": 300,
-        "gradients": 0,
-        "optimizer": 0,
-        "activations": 600,
-        "temporaries": 100,
-    }
-    snapshot = MemorySnapshot(1000, parts | {"other": 0}, "forward")
+    everything = []
+    for row in HOLDERS.strip().splitlines():
+        nbytes, category, module, op = row.split()
+        everything.append(Holder(int(nbytes), category, module, op))
+    parts = dict.fromkeys(CATEGORIES, 0)
+    parts |= {"parameters": 300, "activations": 600, "temporaries": 100}
+    snapshot = MemorySnapshot(1000, parts, "forward")
     layers = frozenset(f"model.layers.{i}" for i in range(3))
     none = frozenset()
     structure = Structure(layers, {}, {}, none, none, Checkpoints())
@@ -112,23 +118,10 @@ def test_the_message_has_every_figure():
         "checkpointing",
         "moving activations off the card",
     ]
-    assert re.sub(r"\n {6}(?=\S)", " ", str(error)).splitlines() == [
-        "out of budget by 600 bytes: 1,000 live (1000 B), 400 allowed (400 B)",
-        "  asked for 60 bytes: mul, in forward",
-        "  live by category:",
-        "                 300 bytes  parameters",
-        "                 600 bytes  activations",
-        "                 100 bytes  temporaries",
-        "  largest holders:",
-        "                 500 bytes  activations  model.layers.0",
-        "                 300 bytes  parameters   embed",
-        "                  85 bytes  temporaries  head",
-        "                  60 bytes  activations  model.layers.1",
-        "                  40 bytes  activations  model.layers.2",
-        f"  What could bring this moment within the budget: {'; '.join(could)}.",
-        f"  What could not: {'; '.join(t.name for t in TECHNIQUES if t.name not in could)}.",
-        "  A card of that size would be out of memory.",
-    ]
+    could_not = [t.name for t in TECHNIQUES if t.name not in could]
+    assert re.sub(r"\n {6}(?=\S)", " ", str(error)) == MESSAGE.format(
+        could="; ".join(could), could_not="; ".join(could_not)
+    )
     assert max(map(len, str(error).splitlines())) <= 80
     none = BudgetExceeded(299, 60, "mul", snapshot, everything, facts)
     assert "the budget: none of these by itself." in " ".join(str(none).split())
@@ -177,27 +170,17 @@ def test_an_error_that_is_kept_keeps_no_tensors(said):
     assert [each() for each in found] == [None] * 3
 
 
-def test_a_budget_below_the_model_raises_at_the_door():
-    model, opt, _, _ = build("llama")
-    with (
-        pytest.raises(BudgetExceeded, match="before the first step"),
-        MemoryTracker(model, opt, budget=1000, live=False),
-    ):
-        pytest.fail("the block must not start")
-    assert MemoryTracker._running is None
-
-
 def test_a_budget_equal_to_the_peak_is_enough():
     model, opt, _, step = build("llama")
     step()
-    with MemoryTracker(model, opt, live=False) as tracker:
+    with MemoryTracker(model, opt) as tracker:
         step()
-    with MemoryTracker(model, opt, budget=tracker.peak.total, live=False):
+    with MemoryTracker(model, opt, budget=tracker.peak.total):
         step()
     # code that handles a card's error handles this one
     with (
         pytest.raises(torch.OutOfMemoryError),
-        MemoryTracker(model, opt, budget=tracker.peak.total - 1, live=False),
+        MemoryTracker(model, opt, budget=tracker.peak.total - 1),
     ):
         step()
 
@@ -217,18 +200,26 @@ def hook_counts(model):
     )
 
 
-@pytest.mark.parametrize("how", ["end", "exception", "ctrl_c", "budget", "at_the_door"])
+# How a block ends: the budget, the error, and its words.
+ENDS = {
+    "end": (None, None, None),
+    "exception": (None, ZeroDivisionError, None),
+    "ctrl_c": (None, KeyboardInterrupt, None),
+    "budget": ("1 MiB", BudgetExceeded, "in training forward"),
+    "at_the_door": (1, BudgetExceeded, "before the first step"),
+}
+
+
+@pytest.mark.parametrize("how", ENDS)
 def test_everything_is_uninstalled(how, interruptible):
+    budget, error, words = ENDS[how]
     model, opt, _, step = build("llama")
     before = hook_counts(model)
-    error = {"exception": ZeroDivisionError, "ctrl_c": KeyboardInterrupt, "end": None}.get(
-        how, BudgetExceeded
-    )
-    budget = {"budget": "1 MiB", "at_the_door": 1}.get(how)
     with (
-        pytest.raises(error) if error else contextlib.nullcontext(),
-        MemoryTracker(model, opt, budget=budget, live=False),
+        pytest.raises(error, match=words) if error else contextlib.nullcontext(),
+        MemoryTracker(model, opt, budget=budget),
     ):
+        assert how != "at_the_door"
         if how == "ctrl_c":
             threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
             while True:
@@ -241,8 +232,8 @@ def test_everything_is_uninstalled(how, interruptible):
 
 
 def test_trackers_do_not_nest_and_do_not_run_twice():
-    with MemoryTracker(live=False) as tracker:
-        with pytest.raises(RuntimeError, match="running already"), MemoryTracker(live=False):
+    with MemoryTracker() as tracker:
+        with pytest.raises(RuntimeError, match="running already"), MemoryTracker():
             pass
         torch.zeros(10)
     with pytest.raises(RuntimeError, match="make a new one"), tracker:
@@ -251,7 +242,7 @@ def test_trackers_do_not_nest_and_do_not_run_twice():
 
 def test_a_function_that_compiles_nothing_is_let_through():
     only_compiled = torch._dynamo.run(lambda x: torch.ones_like(x))  # of which there is nothing
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         out = only_compiled(torch.zeros(5))
     assert tracker.peak.total == 40 and out.sum() == 5
 
@@ -260,35 +251,33 @@ def test_a_model_that_moves_to_another_device_is_refused():
     model = nn.Linear(4, 4)
     with (
         pytest.raises(RuntimeError, match="moved while it was tracked"),
-        MemoryTracker(model, live=False),
+        MemoryTracker(model),
     ):
         model.to("meta")
         model(torch.zeros(1, 4, device="meta"))
 
 
-def test_a_model_on_several_devices_needs_a_choice():
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
-    with pytest.raises(ValueError, match="several devices"):
-        MemoryTracker(model)
+ON_TWO_DEVICES = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta"))
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "words"),
+    ("given", "error", "words"),
     [
         ({"model": {"weights": 1}}, TypeError, "takes a torch.nn.Module, and was given dict"),
+        ({"model": ON_TWO_DEVICES}, ValueError, "several devices"),
         ({"optimizer": "adam"}, TypeError, "takes a torch.optim.Optimizer or a list"),
         ({"budget": "2 gigs"}, ValueError, 'such as "2 GiB"'),
         ({"budget": -1}, ValueError, "positive number of bytes"),
     ],
 )
-def test_bad_arguments_get_a_sentence(kwargs, error, words):
+def test_bad_arguments_get_a_sentence(given, error, words):
     with pytest.raises(error, match=words.replace(".", r"\.")):
-        MemoryTracker(**kwargs)
+        MemoryTracker(**given)
 
 
 def test_bad_names_get_a_sentence():
     with (
-        MemoryTracker(live=False) as tracker,
+        MemoryTracker() as tracker,
         pytest.raises(ValueError, match="choose one of 'parameters'"),
     ):
         tracker.watch(torch.zeros(1), "weights")
@@ -350,7 +339,7 @@ def test_frames_take_a_fifth_of_the_time_at_most(monkeypatch, seconds):
 
 def test_an_error_that_is_kept_does_not_keep_what_a_budget_has_refused():
     """A card would not have made it, nor would it have what it was to be computed from."""
-    with MemoryTracker(budget=20_000, live=False) as tracker:
+    with MemoryTracker(budget=20_000) as tracker:
         x = torch.zeros(1000)
         with pytest.raises(BudgetExceeded) as kept:
             (x + 1).repeat(10)

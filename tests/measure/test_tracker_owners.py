@@ -26,7 +26,7 @@ def small() -> nn.Sequential:
 def test_a_copy_that_is_dropped_is_freed():
     """What it made is alive, and known by it; the copy is not."""
     teacher, x = nn.Linear(20, 30), torch.ones(5, 20)
-    with MemoryTracker(live=False) as tracker, torch.no_grad():
+    with MemoryTracker() as tracker, torch.no_grad():
         student = copy.deepcopy(teacher)
         gone, kept = weakref.ref(student), student(x)
         del student
@@ -43,7 +43,7 @@ def test_an_optimizer_that_is_dropped_frees_its_states(given):
     """As in meta-learning, where each task has an optimizer of its own."""
     model, x = small(), torch.ones(5, 20)
     optimizers = [AdamW(model.parameters()) for _ in range(3)]
-    with MemoryTracker(model, optimizers[:1] if given else None, live=False) as tracker:
+    with MemoryTracker(model, optimizers[:1] if given else None) as tracker:
         while optimizers:
             model(x).sum().backward()
             optimizers[-1].step()
@@ -58,7 +58,7 @@ def test_weights_that_a_step_computed_are_no_parameters(recwarn):
     """
     model, x, seen = nn.Linear(20, 30), torch.ones(5, 20), []
     model.register_forward_hook(lambda *given: seen.append(tracker.current.by_category))
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         fast = {name: p * 0.5 for name, p in model.named_parameters()}
         loss = functional_call(model, fast, x).sum()
         loss.backward()
@@ -73,7 +73,7 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_that_parameter(view):
     model = small()
     model.register_buffer("mean", torch.ones(3))
     model.register_buffer("seen", view(model[0].weight.detach()))
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model(torch.ones(5, 20)).sum().backward()
         during = tracker.current.by_category
     for found in (during, tracker.current.by_category):
@@ -88,7 +88,7 @@ def test_what_a_checkpoint_brings_is_parameters_and_states_at_once(assign):
     optimizer.step()
     optimizer.zero_grad()
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         model.load_state_dict(saved[0], assign=assign)
         optimizer.load_state_dict(saved[1])
         during = tracker.current.by_category
@@ -101,7 +101,7 @@ def test_what_a_checkpoint_brings_is_parameters_and_states_at_once(assign):
 
 def test_lazy_modules_are_counted_once_they_have_a_size():
     model = nn.Sequential(nn.LazyLinear(30), nn.LazyBatchNorm1d(), nn.Linear(30, 4))
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         assert (
             tracker.current.total
             == nbytes(model[2].parameters()) + model[1].num_batches_tracked.nbytes
@@ -116,7 +116,7 @@ def test_lazy_modules_are_counted_once_they_have_a_size():
 
 def test_a_model_that_leaves_after_its_last_step_keeps_its_figures():
     model = small()
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model(torch.ones(5, 20)).sum().backward()
         held, model_bytes = [p.detach() for p in model.parameters()], nbytes(model.parameters())
         model.zero_grad()
@@ -133,7 +133,7 @@ def test_a_sparse_batch_from_before_the_block_counts_as_an_input():
         def forward(self, links, x):
             return torch.sparse.mm(links, model(x))
 
-    with MemoryTracker(model, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(model) as tracker, torch.no_grad():
         Graph()(a, x)
     assert (
         tracker.current.by_category["other"] == x.nbytes + a._indices().nbytes + a._values().nbytes
@@ -142,14 +142,14 @@ def test_a_sparse_batch_from_before_the_block_counts_as_an_input():
 
 def test_a_list_that_requires_gradients_begins_a_forward_without_modules():
     weights = [torch.ones(8, requires_grad=True) for _ in range(2)]
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         whole = torch.cat(weights)
     assert tracker.peak.phase == "forward"
     assert tracker.peak.by_category["activations"] == whole.nbytes
 
 
 def test_two_storages_on_the_same_memory_count_twice():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         one = torch.ones(100)
         again = torch.from_numpy(one.numpy()) + 0 * torch.utils.dlpack.from_dlpack(one)
         del again
@@ -172,7 +172,7 @@ def test_a_branch_without_gradients_is_counted_and_one_with_them_refused():
     branches(layer, x).sum().backward()
     assert layer.weight.grad is not None
     layer.zero_grad()
-    with MemoryTracker(layer, live=False) as tracker:
+    with MemoryTracker(layer) as tracker:
         with torch.no_grad():
             kept = branches(layer, x)
         with pytest.raises(RuntimeError, match=r"cond.*torch\.no_grad"):
@@ -186,7 +186,7 @@ def test_flex_attention_is_refused_in_a_sentence_that_names_it():
     q = torch.randn(1, 2, 128, 16)
     for mode in (torch.no_grad(), torch.enable_grad()):
         with (
-            MemoryTracker(live=False),
+            MemoryTracker(),
             mode,
             pytest.raises(RuntimeError, match=r"flex_attention.*uncompiled"),
         ):
@@ -200,7 +200,7 @@ def test_what_ends_the_last_look_leaves_nothing_patched(monkeypatch, error):
     def ends(*given, **named):
         raise error
 
-    with pytest.raises(error), MemoryTracker(model, live=False) as tracker:
+    with pytest.raises(error), MemoryTracker(model) as tracker:
         model(torch.ones(1, 2))
         monkeypatch.setattr(tracker._meter, "sync", ends)
     assert (

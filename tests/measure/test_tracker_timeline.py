@@ -15,7 +15,7 @@ def test_phases_come_back_step_after_step_under_checkpointing():
     seen as one.
     """
     model, opt, _, step = build("llama", checkpointed=True)
-    with MemoryTracker(model, opt, live=False) as tracker:
+    with MemoryTracker(model, opt) as tracker:
         for _ in range(3):
             step()
     phases = tracker.timeline.phases
@@ -23,39 +23,35 @@ def test_phases_come_back_step_after_step_under_checkpointing():
     assert order == ["forward", "backward", "optimizer_step"] * 3
 
 
-def test_a_forward_that_failed_leaves_the_next_one_right():
-    model, opt, _, step = build("llama")
-    with MemoryTracker(model, opt, live=False) as tracker:
-        with pytest.raises(IndexError):
-            model(input_ids=torch.full((1, 4), 10**6))
-        step()
-    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
-    with MemoryTracker(model, opt, live=False) as alone:
-        step()
-    assert (
-        tracker.timeline.by_category["activations"][-1]
-        == alone.timeline.by_category["activations"][-1]
-    )
+def fails_in_its_forward(model):
+    model(input_ids=torch.full((1, 4), 10**6))
 
 
-def test_a_step_that_failed_leaves_the_next_forward_right():
-    model, _, _, step = build("mlp")
-
+def fails_in_a_step(model):
     class Broken(torch.optim.SGD):
         @torch.no_grad()
         def step(self, closure=None):
-            raise ZeroDivisionError
+            raise IndexError
 
-    with MemoryTracker(model, live=False) as tracker:
-        with pytest.raises(ZeroDivisionError):
-            Broken(model.parameters()).step()
-        step()
-    assert max(tracker.timeline.by_category["activations"]) > 0
-    assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+    Broken(model.parameters()).step()
+
+
+@pytest.mark.parametrize("fails", [fails_in_its_forward, fails_in_a_step])
+def test_what_failed_leaves_the_next_step_right(fails):
+    model, opt, _, step = build("llama")
+    found = []
+    for first in (fails, lambda model: 1 / 0):
+        with MemoryTracker(model, opt) as tracker:
+            with pytest.raises((IndexError, ZeroDivisionError)):
+                first(model)
+            step()
+        assert tracker.peak_by_phase["forward"] > 0 and tracker.peak_by_phase["backward"] > 0
+        found.append(tracker.timeline.by_category["activations"][-1])
+    assert found[0] == found[1]
 
 
 def test_laps_have_peaks_of_their_own_and_the_run_keeps_its_own():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         small = torch.ones(1000)
         first = tracker.window_peak()
         large = torch.ones(5000)
@@ -93,7 +89,7 @@ def test_states_that_were_there_are_in_every_sample():
     step()
     states = sum(t.nbytes for state in opt.state.values() for t in state.values())
     model.zero_grad(set_to_none=True)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         step()
         lap = tracker.window_peak()
     parts = tracker.timeline.by_category
@@ -113,7 +109,7 @@ def test_states_that_were_there_are_in_every_sample():
 
 
 def test_peaks_begin_anew_from_what_is_live():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         kept = torch.ones(1000)
         torch.ones(9000)
         tracker.reset_peak()
@@ -125,7 +121,7 @@ def test_peaks_begin_anew_from_what_is_live():
 
 
 def test_no_bytes_are_held_by_nobody():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         empty, one = torch.empty(0), torch.ones(1)
     assert [holder.nbytes for holder in tracker.largest_at_peak()] == [
         4
@@ -133,7 +129,7 @@ def test_no_bytes_are_held_by_nobody():
 
 
 def test_what_is_freed_is_seen_with_the_next_operation():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         kept = torch.ones(10)
         large = torch.ones(1000)
         del large
@@ -145,7 +141,7 @@ def test_what_is_freed_is_seen_with_the_next_operation():
 def test_weights_that_nobody_dispatched_are_found_by_the_next_forward():
     model, other = torch.nn.Linear(10, 1, bias=False), torch.nn.Parameter(torch.ones(1, 100))
     model.forward = lambda x: x  # no operation
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model.weight = other
         model(None)
         assert tracker.peak.total == 400 == tracker.timeline.totals[-1]
@@ -153,7 +149,7 @@ def test_weights_that_nobody_dispatched_are_found_by_the_next_forward():
 
 def test_what_a_larger_size_asks_for_is_what_it_adds():
     storage = torch.ones(100).untyped_storage()
-    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(live=False, budget=900) as tracker:
+    with pytest.raises(BudgetExceeded) as caught, MemoryTracker(budget=900) as tracker:
         tracker.watch(torch.empty(0).set_(storage), "other")
         storage.resize_(1000)
     assert (caught.value.asked, caught.value.snapshot.total) == (600, 1000)
@@ -174,7 +170,7 @@ class Force(nn.Module):
 
 def test_what_follows_a_gradient_within_a_forward_is_forward():
     model, x = Force(), torch.ones(50, 20)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         out = model(x)
         assert tracker.timeline.phases[-2:] == ["forward", "forward"]
         assert tracker.current.by_category["other"] == x.nbytes
@@ -204,7 +200,7 @@ def test_blocks_add_up_to_the_bytes_by_category_of_each_sample():
 
 
 def test_before_anything_runs_all_is_nought():
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         pass
     assert (tracker.peak.total, tracker.peak.step, tracker.peak.turn) == (0, 0, 0)
     recording = Recording(torch.device("cpu"))

@@ -82,7 +82,7 @@ WAYS = {
 
 @pytest.mark.parametrize("text", WAYS)
 def test_the_path_from_a_name_of_the_script(script, text):
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         module = script(text)
     live = tracker._recording.live
     found = who_holds({key: entry.nbytes for key, entry in live.items()})
@@ -92,10 +92,12 @@ def test_the_path_from_a_name_of_the_script(script, text):
 
 def test_a_graph_has_the_path_of_its_tensor(script):
     module = script(
-        "w = torch.ones(9, requires_grad=True)\n"
-        "total = 0\n"
-        "for _ in range(3):\n"
-        "    total = total + (w * 2).exp().sum()\n"
+        """\
+w = torch.ones(9, requires_grad=True)
+total = 0
+for _ in range(3):
+    total = total + (w * 2).exp().sum()
+"""
     )
     exp = module.total.grad_fn.next_functions[1][0].next_functions[0][0]
     key = storage_key(exp._raw_saved_result.data.untyped_storage())
@@ -190,11 +192,13 @@ def test_the_walk_leaves_nothing_behind():
 
 def test_what_a_generator_lets_go_of_is_free_after_a_walk(script):
     module = script(
-        "def batches():\n"
-        "    x = torch.zeros(9)\n"
-        "    yield x.untyped_storage()\n"
-        "    del x\n"
-        "    yield\n"
+        """\
+def batches():
+    x = torch.zeros(9)
+    yield x.untyped_storage()
+    del x
+    yield
+"""
     )
     running = module.batches()
     gone = weakref.ref(next(running))
@@ -206,10 +210,12 @@ def test_what_a_generator_lets_go_of_is_free_after_a_walk(script):
 
 def test_a_view_of_a_weight_that_was_updated_is_no_error(script):
     module = script(
-        "net = nn.Linear(9, 9)\n"
-        "with torch.no_grad():\n"
-        "    row = net.weight[0]\n"
-        "    net.weight += 1\n"
+        """\
+net = nn.Linear(9, 9)
+with torch.no_grad():
+    row = net.weight[0]
+    net.weight += 1
+"""
     )
     key = storage_key(module.net.weight.untyped_storage())
     assert str(who_holds({key: 324, 1: 10**9})[key]) in ("net.weight", "row")
@@ -236,14 +242,15 @@ def test_a_class_that_a_function_makes_is_not_kept():
 
 def test_what_a_graph_ends_at_has_the_graphs_name_with_its_gradient(script):
     """A penalty's graph keeps the input that it was taken of."""
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         module = script(
-            "def penalty():\n"
-            "    x = torch.ones(9, requires_grad=True)\n"
-            "    loss = (x * 2).sum()\n"
-            "    loss.backward()\n"
-            "    return loss\n"
-            "kept = [penalty()]"
+            """\
+def penalty():
+    x = torch.ones(9, requires_grad=True)
+    loss = (x * 2).sum()
+    loss.backward()
+    return loss
+kept = [penalty()]"""
         )
         paths = [str(holder.held) for holder in tracker.facts.at_peak if holder.shape == (9,)]
     assert module.kept and paths.count("the graph of kept[…]") == 2, paths
@@ -271,14 +278,14 @@ def test_a_run_has_the_same_bytes_with_walks(program, monkeypatch):
 def test_a_machine_that_runs_something_else_takes_no_walk_away(monkeypatch):
     monkeypatch.setattr(Meter, "seconds_for_walks", 999)
     monkeypatch.setattr("time.perf_counter", itertools.count(0, 1000).__next__)
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         tracker._meter.walks.walk(None)
         assert tracker._meter.walks.has_time()
 
 
 def test_a_tracker_does_not_count_what_the_walk_asks_for():
     sparse = torch.eye(5).to_sparse()
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         kept = torch.zeros(9)
         before = tracker.current.total
         who_holds({1: 10**9}, sys._getframe())
@@ -323,7 +330,7 @@ def test_what_a_function_had_that_an_error_has_ended_is_not_kept_by_the_error():
         raise ZeroDivisionError
 
     try:
-        with MemoryTracker(net, optimizer, live=False) as tracker:
+        with MemoryTracker(net, optimizer) as tracker:
             train()
     except ZeroDivisionError:
         [cause, *_] = diagnose(tracker).causes

@@ -4,8 +4,8 @@ optimizers keep in objects; and each moment and line is the script's own.
 
 from __future__ import annotations
 
-import inspect
 from collections import deque
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ from gradmem_lib.names import MOMENTS, PHASE_OF_MOMENT, PHASES
 
 def test_what_nobody_reads_stays_uncounted():
     unread = torch.zeros(1000)
-    with MemoryTracker(live=False) as tracker:
+    with MemoryTracker() as tracker:
         made = torch.ones(10) + 1
     assert tracker.current.total == made.nbytes and len(unread)
 
@@ -76,7 +76,7 @@ def states_of(optimizer):
 def test_states_count_wherever_an_optimizer_keeps_them(kind):
     model = nn.Linear(16, 8)
     optimizer = kind(model.parameters())
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         for _ in range(2):
             model(torch.ones(2, 16)).sum().backward()
             optimizer.step()
@@ -93,7 +93,7 @@ def test_each_moment_of_a_script_has_its_name():
     model = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     found = {}
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
 
         def moment(name):
             torch.ones(3)  # an operation that allocates
@@ -128,7 +128,7 @@ def test_each_moment_of_a_script_has_its_name():
 def test_a_second_models_forward_leaves_the_loss_due():
     """As in preference tuning: the reference runs without gradients between forward and loss."""
     model, reference = nn.Linear(4, 4), nn.Linear(4, 4)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         out = model(torch.ones(2, 4))
         with torch.no_grad():
             other = reference(torch.ones(2, 4))
@@ -139,7 +139,7 @@ def test_a_second_models_forward_leaves_the_loss_due():
 
 def test_a_module_without_weights_before_the_model_is_a_forward():
     crop, net = nn.Upsample(scale_factor=2), nn.Conv2d(1, 1, 3)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         x = crop(torch.rand(1, 1, 8, 8))
         moment = tracker.current.moment
         net(x).mean().backward()
@@ -149,7 +149,7 @@ def test_a_module_without_weights_before_the_model_is_a_forward():
 def test_calls_of_losses_push_out_no_calls_of_a_model():
     net, criterion = nn.Linear(4, 4), nn.MSELoss()
     x = torch.randn(2, 4)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         first = net(x)
         for _ in range(KEPT_PASSES + 20):
             criterion(first, x)
@@ -163,7 +163,7 @@ def test_calls_of_losses_push_out_no_calls_of_a_model():
 def test_a_backward_is_known_though_its_samples_were_thinned_out(monkeypatch):
     monkeypatch.setattr("gradmem_lib.measure.tracker.TIMELINE_SAMPLES", 8)
     net, x = nn.Linear(64, 64), torch.randn(4, 64)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         net(x).sum().backward()
         net.zero_grad()
         kept = [torch.empty(64, 64) for _ in range(2000)]
@@ -174,7 +174,7 @@ def test_a_backward_is_known_though_its_samples_were_thinned_out(monkeypatch):
 def test_steps_are_counted_once_for_optimizers_that_step_together():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in model]
-    with MemoryTracker(model, optimizers, live=False) as tracker:
+    with MemoryTracker(model, optimizers) as tracker:
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             for optimizer in optimizers:
@@ -188,7 +188,7 @@ def test_what_is_kept_says_its_step_and_the_line_that_made_it():
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = []
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         for _ in range(4):
             out = model(torch.ones(64, 4))
             out.sum().backward()
@@ -197,12 +197,11 @@ def test_what_is_kept_says_its_step_and_the_line_that_made_it():
             kept.append(out.detach().clone())
     own = [h for h in tracker.holders("now") if h.shape == (64, 4) and h.op == "aten.clone"]
     assert [h.step for h in sorted(own)] == [0, 1, 2, 3] and len(kept) == 4
-    lines, first = inspect.getsourcelines(test_what_is_kept_says_its_step_and_the_line_that_made_it)
-    number = first + next(i for i, line in enumerate(lines) if "kept.append(" in line)
     for holder in own:
-        assert holder.line.line == number and holder.line.file.endswith("test_whole_run.py")
+        line = holder.line
+        assert "kept.append(" in Path(line.file).read_text().splitlines()[line.line - 1]
+        assert str(line).endswith(f"test_whole_run.py:{line.line}, in {line.function}")
         assert holder.dtype == torch.float32
-        assert str(holder.line).endswith(f"test_whole_run.py:{number}, in {holder.line.function}")
 
 
 def test_a_cell_is_called_as_ipython_calls_it():

@@ -14,7 +14,7 @@ import linecache
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -153,16 +153,33 @@ def _used(statements: list[ast.stmt]) -> list[str]:
 # The changes.
 
 
+def _but(node: Any, **fields: Any) -> Any:
+    """A copy of a node with other fields."""
+    changed = copy.copy(node)
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    return changed
+
+
+def _put(items: list, place: int, *others: Any) -> list:
+    """The items with others in the place of one."""
+    return [*items[:place], *others, *items[place + 1 :]]
+
+
 def _fewer(items: list) -> Iterator[list]:
     """Each time another one is left out."""
     for i in range(len(items)):
-        yield [*items[:i], *items[i + 1 :]]
+        yield _put(items, i)
 
 
 def _turned(items: list) -> Iterator[list]:
     """Each time two other neighbours are exchanged."""
     for i in range(len(items) - 1):
-        yield [*items[:i], items[i + 1], items[i], *items[i + 2 :]]
+        yield _exchanged(items, i)
+
+
+def _exchanged(items: list, place: int) -> list:
+    return [*items[:place], items[place + 1], items[place], *items[place + 2 :]]
 
 
 def changes_of(solution: Solution) -> list[Change]:
@@ -170,8 +187,7 @@ def changes_of(solution: Solution) -> list[Change]:
     found: dict[str, Change] = {}
     for position, statement in enumerate(solution.own):
         for was, now, changed in _changed(statement):
-            own = [*solution.own[:position], changed, *solution.own[position + 1 :]]
-            one = Change(was, now, Solution(solution.name, solution.before, own, solution.names))
+            one = Change(was, now, replace(solution, own=_put(solution.own, position, changed)))
             if was != now:
                 found.setdefault(one.words, one)
     return list(found.values())
@@ -189,8 +205,8 @@ def _changed(definition: ast.stmt) -> Iterator[tuple[str, str, ast.stmt]]:
                 if _is_docstring(statement):
                     continue
                 for other in _other_statements(statement, names, texts):
-                    statements = [*block[:place], other, *block[place + 1 :]]
-                    yield _line(statement), _line(other), _with(definition, block, statements)
+                    changed = _with(definition, block, _put(block, place, other))
+                    yield _line(statement), _line(other), changed
         yield from _other_decorators(definition, function)
 
 
@@ -247,20 +263,16 @@ def _line(statement: ast.AST) -> str:
 def _other_blocks(block: list[ast.stmt]) -> Iterator[tuple[str, str, list[ast.stmt]]]:
     """A statement left out, two exchanged, a ``with`` or ``if`` taken away, a body run twice."""
     for i, statement in enumerate(block):
-        rest = [*block[:i], *block[i + 1 :]]
         if _is_docstring(statement):
             continue
-        yield _line(statement), "", rest or [ast.Pass()]
+        was = _line(statement)
+        yield was, "", _put(block, i) or [ast.Pass()]
         if isinstance(statement, (ast.With, ast.If)):
-            inside = [*block[:i], *statement.body, *block[i + 1 :]]
-            yield _line(statement), "its body alone", inside
+            yield was, "its body alone", _put(block, i, *statement.body)
         if isinstance(statement, (ast.Expr, ast.AugAssign)) and not _may_run_twice(statement):
-            twice = [*block[:i], statement, statement, *block[i + 1 :]]
-            yield _line(statement), "twice", twice
+            yield was, "twice", _put(block, i, statement, statement)
         if i + 1 < len(block) and not _independent(statement, block[i + 1]):
-            after = block[i + 1]
-            turned = [*block[:i], after, statement, *block[i + 2 :]]
-            yield _line(statement), f"after {_line(after)}", turned
+            yield was, f"after {_line(block[i + 1])}", _exchanged(block, i)
 
 
 def _may_run_twice(statement: ast.stmt) -> bool:
@@ -309,9 +321,7 @@ def _other_statements(
         if field in ("body", "orelse", "finalbody", "decorator_list", "args", "name"):
             continue
         for other in _other_values(value, names, texts):
-            changed = copy.copy(statement)
-            setattr(changed, field, other)
-            yield changed
+            yield _but(statement, **{field: other})
 
 
 def _other_values(value: Any, names: list[str], texts: list[str]) -> Iterator[Any]:
@@ -319,16 +329,14 @@ def _other_values(value: Any, names: list[str], texts: list[str]) -> Iterator[An
     if isinstance(value, list):
         for i, entry in enumerate(value):
             for other in _other_values(entry, names, texts):
-                yield [*value[:i], other, *value[i + 1 :]]
+                yield _put(value, i, other)
         return
     if not isinstance(value, ast.AST) or getattr(value, "arg", None) in _SAME_WITHOUT:
         return
     yield from _other_expressions(value, names, texts)
     for field, inside in ast.iter_fields(value):
         for other in _other_values(inside, names, texts):
-            changed = copy.copy(value)
-            setattr(changed, field, other)
-            yield changed
+            yield _but(value, **{field: other})
 
 
 def _other_forms(statement: ast.stmt) -> Iterator[ast.stmt]:
@@ -336,21 +344,18 @@ def _other_forms(statement: ast.stmt) -> Iterator[ast.stmt]:
     if isinstance(statement, ast.Return) and statement.value is not None:
         yield ast.Return(None)
         if isinstance(statement.value, ast.Tuple) and len(statement.value.elts) > 1:
-            yield ast.Return(ast.Tuple(statement.value.elts[::-1], ast.Load()))
+            yield ast.Return(_but(statement.value, elts=statement.value.elts[::-1]))
     if isinstance(statement, ast.AugAssign) and isinstance(statement.target, ast.Name):
         # Where the left side is a tensor, this is another tensor, and the given one stays.
-        target = copy.deepcopy(statement.target)
-        target.ctx = ast.Load()
+        target = _but(statement.target, ctx=ast.Load())
         value = ast.BinOp(target, statement.op, statement.value)
         yield ast.Assign([statement.target], value, lineno=statement.lineno)
         yield ast.Assign([statement.target], statement.value, lineno=statement.lineno)
     if isinstance(statement, ast.For):
         for part in _parts(statement.iter):
-            yield ast.For(statement.target, part, statement.body, statement.orelse)
+            yield _but(statement, iter=part)
     if isinstance(statement, (ast.If, ast.While)):
-        changed = copy.copy(statement)
-        changed.test = ast.UnaryOp(ast.Not(), statement.test)
-        yield changed
+        yield _but(statement, test=ast.UnaryOp(ast.Not(), statement.test))
 
 
 def _parts(iterable: ast.expr) -> list[ast.expr]:
@@ -427,12 +432,12 @@ def _other_expressions(node: ast.AST, names: list[str], texts: list[str]) -> Ite
 def _other_products(node: ast.BinOp) -> Iterator[ast.expr]:
     yield from (node.left, node.right)
     if not isinstance(node.op, (ast.Add, ast.Mult, ast.BitAnd, ast.BitOr)):
-        yield ast.BinOp(node.right, node.op, node.left)
+        yield _but(node, left=node.right, right=node.left)
 
 
 def _other_choices(node: ast.IfExp) -> Iterator[ast.expr]:
     yield from (node.body, node.orelse)
-    yield ast.IfExp(node.test, node.orelse, node.body)
+    yield _but(node, body=node.orelse, orelse=node.body)
 
 
 def _other_constants(value: Any, texts: list[str]) -> list[Any]:
@@ -450,21 +455,19 @@ def _other_constants(value: Any, texts: list[str]) -> list[Any]:
 def _other_calls(node: ast.Call) -> Iterator[ast.expr]:
     """An argument left out, two exchanged, the call left out, another function."""
     for args in (*_fewer(node.args), *_turned(node.args)):
-        yield ast.Call(node.func, args, node.keywords)
+        yield _but(node, args=args)
     for keyword, rest in zip(node.keywords, _fewer(node.keywords), strict=True):
         if keyword.arg not in _SAME_WITHOUT:
-            yield ast.Call(node.func, node.args, rest)
+            yield _but(node, keywords=rest)
     called = ast.unparse(node.func)
     if len(node.args) == 1 and not node.keywords and called not in _NUMBERS:
         yield node.args[0]  # x in place of sum(x)
     if isinstance(node.func, ast.Attribute):
         if node.func.attr not in _NUMBERS:
             yield node.func.value  # x in place of x.detach()
-        func = ast.Attribute(node.func.value, _other_method(node.func.attr), ast.Load())
-        yield ast.Call(func, node.args, node.keywords)
+        yield _but(node, func=_but(node.func, attr=_other_method(node.func.attr)))
     elif called in ("min", "max", "sum", "any", "all"):
-        func = ast.Name(_FUNCTIONS[called][0], ast.Load())
-        yield ast.Call(func, node.args, node.keywords)
+        yield _but(node, func=_but(node.func, id=_FUNCTIONS[called][0]))
 
 
 def _other_method(name: str) -> str:
@@ -476,12 +479,10 @@ def _other_method(name: str) -> str:
 
 def _other_comprehensions(node: ast.comprehension) -> Iterator[ast.comprehension]:
     for i, condition in enumerate(node.ifs):
-        rest = [*node.ifs[:i], *node.ifs[i + 1 :]]
-        yield ast.comprehension(node.target, node.iter, rest, node.is_async)
-        turned = [*node.ifs[:i], ast.UnaryOp(ast.Not(), condition), *node.ifs[i + 1 :]]
-        yield ast.comprehension(node.target, node.iter, turned, node.is_async)
+        yield _but(node, ifs=_put(node.ifs, i))
+        yield _but(node, ifs=_put(node.ifs, i, ast.UnaryOp(ast.Not(), condition)))
     for part in _parts(node.iter):
-        yield ast.comprehension(node.target, part, node.ifs, node.is_async)
+        yield _but(node, iter=part)
 
 
 def _other_names(node: ast.Name, names: list[str]) -> Iterator[ast.Name]:
@@ -492,14 +493,14 @@ def _other_names(node: ast.Name, names: list[str]) -> Iterator[ast.Name]:
     for step in (1, 2):
         other = names[(place + step) % len(names)]
         if other != node.id:
-            yield ast.Name(other, ast.Load())
+            yield _but(node, id=other)
 
 
 def _other_slices(node: ast.Slice) -> Iterator[ast.Slice]:
     if node.lower is not None:
-        yield ast.Slice(None, node.upper, node.step)
+        yield _but(node, lower=None)
     if node.upper is not None:
-        yield ast.Slice(node.lower, None, node.step)
+        yield _but(node, upper=None)
 
 
 def _other_sequences(node: ast.Tuple | ast.List) -> Iterator[ast.expr]:
@@ -507,7 +508,7 @@ def _other_sequences(node: ast.Tuple | ast.List) -> Iterator[ast.expr]:
     if len(node.elts) < 2 or not isinstance(node.ctx, ast.Load):
         return
     for elements in (*_fewer(node.elts), *_turned(node.elts)):
-        yield type(node)(elements, ast.Load())
+        yield _but(node, elts=elements)
 
 
 _OTHERS: dict[type, Callable[[Any], Iterator[ast.AST]]] = {

@@ -26,26 +26,27 @@ from gradmem_lib.training.recipe import Recipe
 from gradmem_lib.view.plan_code import plan_code
 
 ROWS, TOKENS, IMAGE_TOKEN = 4, 16, 95
-# By the class that trains: its family, and what differs from the family's tiny config.
-KINDS = {
-    "LlamaForCausalLM": ("llama", {}),
-    "GPT2LMHeadModel": ("gpt2", {}),
-    "BertForMaskedLM": ("bert", {}),
-    "RobertaForMaskedLM": ("roberta", {}),
-    "DebertaV2ForMaskedLM": (
-        "deberta-v2",
-        {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
-    ),
-    "BertForTokenClassification": ("bert", {"num_labels": 5}),
-    "BertForSequenceClassification": ("bert", {"num_labels": 3}),
-    "LlamaForSequenceClassification": ("llama", {"num_labels": 3}),
-    "BertForQuestionAnswering": ("bert", {}),
-    "T5ForConditionalGeneration": ("t5", {}),
-    "BartForConditionalGeneration": ("bart", {}),
-    "ViTForImageClassification": ("vit", {}),
-    "WhisperForConditionalGeneration": ("whisper", {}),
-    "LlavaForConditionalGeneration": ("llava", {}),
-}
+# The class that trains, its family, and what differs from the family's tiny config.
+CLASSES = """
+LlamaForCausalLM                llama
+GPT2LMHeadModel                 gpt2
+BertForMaskedLM                 bert
+RobertaForMaskedLM              roberta
+DebertaV2ForMaskedLM            deberta-v2  relative_attention=True, pos_att_type=["p2c", "c2p"]
+BertForTokenClassification      bert        num_labels=5
+BertForSequenceClassification   bert        num_labels=3
+LlamaForSequenceClassification  llama       num_labels=3
+BertForQuestionAnswering        bert
+T5ForConditionalGeneration      t5
+BartForConditionalGeneration    bart
+ViTForImageClassification       vit
+WhisperForConditionalGeneration whisper
+LlavaForConditionalGeneration   llava
+"""
+KINDS = {}
+for line in CLASSES.strip().splitlines():
+    name, family, *settings = line.split(maxsplit=2)
+    KINDS[name] = family, eval(f"dict({''.join(settings)})")
 LLAVA = {"image_token_index": IMAGE_TOKEN, "image_seq_length": 4, "vision_feature_layer": -1}
 
 
@@ -122,12 +123,12 @@ class Gradients(TrainerCallback):
         self.found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-def run(text: str, folder, steps: int = 1, **space) -> dict:
-    """What the code leaves behind, with the first steps of its trainer watched: nothing else of it
+def run(text: str, folder, **space) -> dict:
+    """What the code leaves behind, with the first step of its trainer watched: nothing else of it
     is changed.
     """
     more = (
-        f", max_steps={steps}, max_grad_norm=0, live=False, progress=False, "
+        ", max_steps=1, max_grad_norm=0, progress=False, "
         f"callbacks=callbacks, output_dir={str(folder)!r}"
     )
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
@@ -168,21 +169,21 @@ def whole_batch(name: str) -> tuple[torch.nn.Module, dict]:
     return model, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", each(3, KINDS))
-def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
-    made = planned(name)
-    text = plan_code(
-        option_of(made, optimizer="sgd", accumulation=ROWS),
-        config_of(name),
-        made.config,
-        "cpu",
-        example=made.example,
-    )
+def run_printed(name: str, made, folder, option: Option, **space) -> dict:
+    """What the printed code of an option leaves behind, with its own rows."""
+    config = config_of(name)
+    text = plan_code(option, config, made.config, "cpu", example=made.example)
     assert f"import {name}" in text
-    gradients = Gradients()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        run(text, tmp_path, config=config_of(name), train_dataset=Rows(name), callbacks=[gradients])
+        return run(text, folder, config=config, train_dataset=Rows(name), **space)
+
+
+@pytest.mark.parametrize("name", each(3, KINDS))
+def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned, tmp_path):
+    made, gradients = planned(name), Gradients()
+    option = option_of(made, optimizer="sgd", accumulation=ROWS)
+    run_printed(name, made, tmp_path, option, callbacks=[gradients])
     _, wanted = whole_batch(name)
     assert wanted.keys() == gradients.found.keys()
     for parameter, gradient in wanted.items():
@@ -194,16 +195,8 @@ def test_the_trainer_of_printed_code_has_the_whole_batchs_gradient(name, planned
 @pytest.mark.parametrize("name", each(3, KINDS, start=1))
 def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
     made = planned(name)
-    text = plan_code(
-        option_of(made, optimizer="sgd", in_backward=True),
-        config_of(name),
-        made.config,
-        "cpu",
-        example=made.example,
-    )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        space = run(text, tmp_path, config=config_of(name), train_dataset=Rows(name))
+    option = option_of(made, optimizer="sgd", in_backward=True)
+    space = run_printed(name, made, tmp_path, option)
     model, gradients = whole_batch(name)
     rate = transformers.TrainingArguments("out").learning_rate
     assert len(gradients) > 10 and space["loss"] == pytest.approx(
@@ -251,7 +244,7 @@ def test_printed_code_needs_what_was_predicted(name, recipe, tmp_path, monkeypat
         replace(recipe, accumulation=2)
     )
     text = plan_code(option, config, config, "cpu", example=work.example)
-    more = ", max_steps=2, live=False, progress=False"
+    more = ", max_steps=2, progress=False"
     text = text.replace("train_dataset=train_dataset", "train_dataset=train_dataset" + more)
     rows = Rows(name)
     if name != LLAMA:
@@ -283,41 +276,44 @@ def test_printed_code_word_for_word():
     config = known_model("Llama-2-7B")[1]
     recipe = Recipe(precision="bf16", optimizer="adamw-8bit", every_n_layers=2, accumulation=8)
     assert text_of("llama 2 7b", config, recipe, "cuda") == (
-        "from transformers import LlamaForCausalLM\n"
-        "\n"
-        "from gradmem_lib import Recipe, make_trainer\n"
-        "\n"
-        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
-        "recipe = Recipe(\n"
-        '    precision="bf16",\n'
-        '    optimizer="adamw-8bit",\n'
-        "    every_n_layers=2,\n"
-        "    accumulation=8,\n"
-        ")\n"
-        "trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, "
-        "use_cpu=False)\n"
-        "trainer.train()\n"
+        """\
+from transformers import LlamaForCausalLM
+
+from gradmem_lib import Recipe, make_trainer
+
+model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
+recipe = Recipe(
+    precision="bf16",
+    optimizer="adamw-8bit",
+    every_n_layers=2,
+    accumulation=8,
+)
+trainer = make_trainer(model, recipe, batch_size=16, train_dataset=train_dataset, use_cpu=False)
+trainer.train()
+"""
     )
     recipe = Recipe(in_backward=True, chunked_loss=True)
     assert text_of(config, config, recipe, "cuda") == (
-        "from torch.utils.data import DataLoader\n"
-        "from transformers import LlamaForCausalLM, default_data_collator\n"
-        "\n"
-        "from gradmem_lib import Recipe, prepare, step\n"
-        "\n"
-        "model = LlamaForCausalLM(config)\n"
-        "recipe = Recipe(\n"
-        '    precision="float32",\n'
-        '    optimizer="adamw",\n'
-        "    in_backward=True,\n"
-        "    chunked_loss=True,\n"
-        ")\n"
-        "model, optimizer, undo = prepare(model, recipe)\n"
-        'model.to("cuda")\n'
-        "loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)\n"
-        "for rows in loader:\n"
-        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
-        "rows.items()}, recipe)\n"
+        """\
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, default_data_collator
+
+from gradmem_lib import Recipe, prepare, step
+
+model = LlamaForCausalLM(config)
+recipe = Recipe(
+    precision="float32",
+    optimizer="adamw",
+    in_backward=True,
+    chunked_loss=True,
+)
+model, optimizer, undo = prepare(model, recipe)
+model.to("cuda")
+loader = DataLoader(train_dataset, 2, shuffle=True, collate_fn=default_data_collator)
+for rows in loader:
+    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, \
+recipe)
+"""
     )
 
 
@@ -326,30 +322,31 @@ def test_printed_code_for_several_cards_word_for_word():
     recipe = Recipe(precision="bf16", optimizer="adamw-fused", sharding="fsdp", accumulation=4)
     option = Option(recipe, 2, 0.0, 0, None, {}, cards=2)
     assert plan_code(option, "llama 2 7b", config, "cuda") == (
-        "# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: "
-        "accelerate launch --multi_gpu --num_processes=2 train.py\n"
-        "from torch.distributed import destroy_process_group, init_device_mesh\n"
-        "from torch.utils.data import DataLoader, DistributedSampler\n"
-        "from transformers import LlamaForCausalLM, default_data_collator\n"
-        "\n"
-        "from gradmem_lib import Recipe, prepare, step\n"
-        "\n"
-        'mesh = init_device_mesh("cuda", (2,))  # meets the other processes\n'
-        'model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")\n'
-        "recipe = Recipe(\n"
-        '    precision="bf16",\n'
-        '    optimizer="adamw-fused",\n'
-        '    sharding="fsdp",\n'
-        "    accumulation=4,\n"
-        ")\n"
-        "model, optimizer, undo = prepare(model, recipe, mesh=mesh)\n"
-        "loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), "
-        "drop_last=True, "
-        "collate_fn=default_data_collator)\n"
-        "for rows in loader:\n"
-        '    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in '
-        "rows.items()}, recipe)\n"
-        "destroy_process_group()\n"
+        """\
+# Save this as train.py, and start it with: torchrun --nproc-per-node=2 train.py, or: \
+accelerate launch --multi_gpu --num_processes=2 train.py
+from torch.distributed import destroy_process_group, init_device_mesh
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import LlamaForCausalLM, default_data_collator
+
+from gradmem_lib import Recipe, prepare, step
+
+mesh = init_device_mesh("cuda", (2,))  # meets the other processes
+model = LlamaForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
+recipe = Recipe(
+    precision="bf16",
+    optimizer="adamw-fused",
+    sharding="fsdp",
+    accumulation=4,
+)
+model, optimizer, undo = prepare(model, recipe, mesh=mesh)
+loader = DataLoader(train_dataset, 8, sampler=DistributedSampler(train_dataset), \
+drop_last=True, collate_fn=default_data_collator)
+for rows in loader:
+    loss = step(model, optimizer, {name: tensor.to("cuda") for name, tensor in rows.items()}, \
+recipe)
+destroy_process_group()
+"""
     )
     ddp = plan_code(replace(option, recipe=replace(recipe, sharding="ddp")), config, config, "cpu")
     assert ddp.startswith(

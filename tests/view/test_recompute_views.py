@@ -37,7 +37,7 @@ def test_fused_attention_counts_as_eager_and_one_product_more():
 
 def test_a_count_inside_a_tracker_is_refused_since_it_would_miss_operations():
     model, step = step_of("sdpa")
-    with MemoryTracker(model, live=False), pytest.raises(RuntimeError, match="count first"):
+    with MemoryTracker(model), pytest.raises(RuntimeError, match="count first"):
         count_operations(step)
 
 

@@ -168,7 +168,7 @@ def test_the_peak_is_the_trackers(segments):
     layers, _ = chain(12)
     step = step_of(layers, segments)
     record = record_schedule(layers, step)
-    with MemoryTracker(layers, live=False) as tracker:
+    with MemoryTracker(layers) as tracker:
         step()
     parameters = tracker.peak.by_category["parameters"]
     assert tracker.peak.by_category["other"] == X, "the batch"

@@ -22,7 +22,7 @@ from support.paths import ROOT
 from gradmem_lib.measure.timeline import MemorySnapshot, Timeline
 from gradmem_lib.names import CATEGORIES, PHASES
 from gradmem_lib.units import GiB, MiB, format_bytes
-from gradmem_lib.view import live, picture, style
+from gradmem_lib.view import live, picture, schedules, style
 from gradmem_lib.view import timeline_picture as stills
 from gradmem_lib.view.interrupt import keep_own_lines
 from gradmem_lib.view.live import drawing
@@ -58,56 +58,51 @@ def snapshot_of(timeline: Timeline, at: int) -> MemorySnapshot:
 
 # Severe colour-blindness as linear maps of RGB (Machado, Oliveira and Fernandes 2009).
 SIGHT = {
-    "normal": np.eye(3),
-    "protan": [
-        [0.152286, 1.052583, -0.204868],
-        [0.114503, 0.786281, 0.099216],
-        [-0.003882, -0.048116, 1.051998],
-    ],
-    "deutan": [
-        [0.367322, 0.860646, -0.227968],
-        [0.280085, 0.672501, 0.047413],
-        [-0.011820, 0.042940, 0.968881],
-    ],
-    "tritan": [
-        [1.255528, -0.076749, -0.178779],
-        [-0.078411, 0.930809, 0.147602],
-        [0.004733, 0.691367, 0.303900],
-    ],
+    "normal": "1 0 0  0 1 0  0 0 1",
+    "protan": "0.152286 1.052583 -0.204868 0.114503 0.786281 0.099216 -0.003882 -0.048116 1.051998",
+    "deutan": "0.367322 0.860646 -0.227968 0.280085 0.672501 0.047413 -0.011820 0.042940 0.968881",
+    "tritan": "1.255528 -0.076749 -0.178779 -0.078411 0.930809 0.147602 0.004733 0.691367 0.303900",
 }
+TO_XYZ = "0.4124 0.3576 0.1805  0.2126 0.7152 0.0722  0.0193 0.1192 0.9505"
+
+
+def matrix(numbers: str) -> np.ndarray:
+    """Three rows of three numbers."""
+    return np.array(numbers.split(), dtype=float).reshape(3, 3)
 
 
 def lab(color: str, sight="normal") -> np.ndarray:
     """CIE L*a*b* of ``"#rrggbb"``, as seen with ``sight``."""
     rgb = np.array([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
     linear = np.where(rgb <= 0.04045, rgb / 12.92, ((rgb + 0.055) / 1.055) ** 2.4)
-    linear = np.clip(np.array(SIGHT[sight]) @ linear, 0, 1)
-    xyz = (
-        np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])
-        @ linear
-    )
-    f = xyz / [0.9505, 1.0, 1.089]
+    linear = np.clip(matrix(SIGHT[sight]) @ linear, 0, 1)
+    f = matrix(TO_XYZ) @ linear / [0.9505, 1.0, 1.089]
     f = np.where(f > 0.008856, np.cbrt(f), 7.787 * f + 16 / 116)
     return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
 
 
 # What grows is drawn on the page itself: white, or the dark background of JupyterLab.
-PAGES = ("#ffffff", "#111111")
+PALETTES = {
+    "on white": [*style.COLORS.values(), "#ffffff"],
+    "on black": [*style.COLORS.values(), "#111111"],
+    "cells of a schedule": [
+        schedules.COLORS[look]
+        for look in ("forward", "dropped", "recompute", "internals", "backward")
+    ],
+}
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_palette_survives_greyscale_by_lightness_and_by_hatch(page):
-    assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
-    lightness = [lab(color)[0] for color in [*style.COLORS.values(), page]]
-    assert min(abs(a - b) for a, b in itertools.combinations(lightness, 2)) > 9
-    assert len({*style.HATCHES.values(), style.GROWING_HATCH}) == len(CATEGORIES) + 1
-
-
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("palette", PALETTES.values(), ids=PALETTES)
 @pytest.mark.parametrize("sight", SIGHT)
-def test_palette_survives_colour_blindness(sight, page):
-    seen = [lab(color, sight) for color in [*style.COLORS.values(), page]]
-    assert min(np.linalg.norm(a - b) for a, b in itertools.combinations(seen, 2)) > 20
+def test_palette_survives_greyscale_and_colour_blindness(sight, palette):
+    for one, other in itertools.combinations([lab(color, sight) for color in palette], 2):
+        assert np.linalg.norm(one - other) > 20
+        assert sight != "normal" or abs(one[0] - other[0]) > 9
+
+
+def test_every_category_has_its_colour_and_a_hatch_of_its_own():
+    assert set(style.COLORS) == set(style.HATCHES) == set(CATEGORIES)
+    assert len({*style.HATCHES.values(), style.GROWING_HATCH}) == len(CATEGORIES) + 1
 
 
 # Frames of the live plot.
@@ -373,13 +368,13 @@ with MemoryTracker(model, title="a layer", live={live}) as tracker:
 
 def test_a_plain_script_draws_nothing_and_imports_nothing_for_it():
     code = RUN.format(live=None) + (
-        "import sys\n"
-        "from gradmem_lib.view.live import LivePlot, show_timeline\n"
-        "plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, "
-        "tracker.current)\n"
-        "plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)\n"
-        "print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in "
-        "sys.modules])"
+        """\
+import sys
+from gradmem_lib.view.live import LivePlot, show_timeline
+plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.current)
+plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)
+print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in \
+sys.modules])"""
     )
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120

@@ -1,69 +1,68 @@
 """Two answers are the same however they are written, or differ in exact numbers."""
 
-import numpy as np
+import math
+
 import pytest
 import torch
 from torch import nn
 
-from gradmem_lib.course.judge.compare import Measured, describe, difference
+from gradmem_lib.course.judge import compare
+from gradmem_lib.course.judge.compare import describe, difference
+
+SAME = """
+[1, 2] | (1, 2)
+torch.Size([1, 2]) | [1, 2]
+torch.tensor([1, 2]) | (1, 2)
+[1.0, 2.0] | torch.tensor([1.0, 2.0])
+torch.tensor([[1, 2]]).numpy() | torch.tensor([[1.0, 2.0]])
+torch.ones(3, dtype=torch.bfloat16) | torch.ones(3)
+torch.ones((), requires_grad=True) | 1
+{"b": 2.0, "a": 1} | {"a": 1, "b": 2}
+{"a", "b"} | frozenset("ba")
+" Forward" | "forward"
+12_884_901_888.0 | 12_884_901_888
+True | 1
+math.nan | math.nan
+torch.tensor([math.nan]) | [math.nan]
+torch.tensor([1.0, math.nan]) | torch.tensor([1.0, math.nan])
+torch.float32 | torch.float32
+None | None
+compare.Measured(3, 10, 20, "over") | compare.Measured(3.0, 15, 20, "over")
+"""
+# What was got, what was expected, and what is said of it.
+OTHER = """
+12_884_901_889 | 12_884_901_888 | got 12,884,901,889, expected 12,884,901,888
+12_884_901_887.0 | 12_884_901_888 | got 12,884,901,887, expected 12,884,901,888
+0.30001 | 0.3 | got 0.30001, expected 0.3
+math.nan | 0.3 | got nan, expected 0.3
+None | 3 | got None, expected 3
+(1, 2, 3) | (1, 2) | got [1, 2, 3], expected [1, 2]
+ones(2, 3) | ones(3, 2) | got a tensor of shape (2, 3), expected a tensor of shape (3, 2)
+torch.tensor([1.0, 3.0]) | torch.tensor([1.0, 2.0]) | got 3, expected 2
+torch.tensor([math.nan]) | torch.tensor([2.0]) | got nan, expected 2
+["a", [1]] | torch.ones(2) | got ['a', [1]], expected a tensor of shape (2,)
+{"a": 1} | {"a": 1, "b": 2} | it is missing
+{"a": 1, "b": 2} | {"a": 1} | this name was not asked for
+"backward" | "forward" | got 'backward', expected 'forward'
+torch.float32 | torch.bfloat16 | got torch.float32, expected torch.bfloat16
+object() | 3 | got a value of type object, expected 3
+(lambda: 0) | {"a"} | got a value of type function, expected ['a']
+compare.Measured(3, 21, 20, "over") | compare.Measured(3, 15, 20, "over") | over
+compare.Measured(4, 21, 20, "over") | compare.Measured(3, 15, 20, "over") | got 4, expected 3
+"""
+NAMES = {"torch": torch, "ones": torch.ones, "math": math, "compare": compare}
 
 
-@pytest.mark.parametrize(
-    ("got", "expected"),
-    [
-        ([1, 2], (1, 2)),
-        (torch.Size([1, 2]), [1, 2]),
-        (torch.tensor([1, 2]), (1, 2)),
-        ([1.0, 2.0], torch.tensor([1.0, 2.0])),
-        (np.array([[1, 2]]), torch.tensor([[1.0, 2.0]])),
-        (torch.ones(3, dtype=torch.bfloat16), torch.ones(3)),
-        (torch.ones((), requires_grad=True), 1),
-        ({"b": 2.0, "a": 1}, {"a": 1, "b": 2}),
-        ({"a", "b"}, frozenset("ba")),
-        (" Forward", "forward"),
-        (12_884_901_888.0, 12_884_901_888),
-        (True, 1),
-        (float("nan"), float("nan")),
-        (torch.tensor([float("nan")]), [float("nan")]),
-        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")])),
-        (torch.float32, torch.float32),
-        (None, None),
-        (Measured(3, 10, 20, "over"), Measured(3.0, 15, 20, "over")),
-    ],
-)
-def test_the_same_value_in_another_form_is_equal(got, expected):
-    assert difference(got, expected) is None
+@pytest.mark.parametrize("row", SAME.strip().splitlines())
+def test_the_same_value_in_another_form_is_equal(row):
+    got, expected = row.split(" | ")
+    assert difference(eval(got, NAMES), eval(expected, NAMES)) is None
 
 
-@pytest.mark.parametrize(
-    ("got", "expected", "said"),
-    [
-        (12_884_901_889, 12_884_901_888, "got 12,884,901,889, expected 12,884,901,888"),
-        (12_884_901_887.0, 12_884_901_888, "got 12,884,901,887, expected 12,884,901,888"),
-        (0.30001, 0.3, "got 0.30001, expected 0.3"),
-        (float("nan"), 0.3, "got nan, expected 0.3"),
-        (None, 3, "got None, expected 3"),
-        ((1, 2, 3), (1, 2), "got [1, 2, 3], expected [1, 2]"),
-        (
-            torch.ones(2, 3),
-            torch.ones(3, 2),
-            "got a tensor of shape (2, 3), expected a tensor of shape (3, 2)",
-        ),
-        (torch.tensor([1.0, 3.0]), torch.tensor([1.0, 2.0]), "got 3, expected 2"),
-        (torch.tensor([float("nan")]), torch.tensor([2.0]), "got nan, expected 2"),
-        (["a", [1]], torch.ones(2), "got ['a', [1]], expected a tensor of shape (2,)"),
-        ({"a": 1}, {"a": 1, "b": 2}, "it is missing"),
-        ({"a": 1, "b": 2}, {"a": 1}, "this name was not asked for"),
-        ("backward", "forward", "got 'backward', expected 'forward'"),
-        (torch.float32, torch.bfloat16, "got torch.float32, expected torch.bfloat16"),
-        (object(), 3, "got a value of type object, expected 3"),
-        (lambda: 0, {"a"}, "got a value of type function, expected ['a']"),
-        (Measured(3, 21, 20, "over"), Measured(3, 15, 20, "over"), "over"),
-        (Measured(4, 21, 20, "over"), Measured(3, 15, 20, "over"), "got 4, expected 3"),
-    ],
-)
-def test_a_difference_is_said_in_exact_numbers(got, expected, said):
-    assert difference(got, expected).said == said
+@pytest.mark.parametrize("row", OTHER.strip().splitlines())
+def test_a_difference_is_said_in_exact_numbers(row):
+    got, expected, said = row.split(" | ")
+    assert difference(eval(got, NAMES), eval(expected, NAMES)).said == said
 
 
 @pytest.mark.parametrize(

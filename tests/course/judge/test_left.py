@@ -1,6 +1,5 @@
 """What an answer leaves behind, in the process or on its arguments, is told and put back."""
 
-import gc
 import os
 import random
 import threading
@@ -8,10 +7,9 @@ from dataclasses import replace
 
 import numpy
 import pytest
-import torch
+import torch.utils.flop_counter
 from course.judge.toy_exercise import AREA, area, exercise_of
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from gradmem_lib.course.judge import side_effects
 from gradmem_lib.course.judge.verdict import PASSED, judge
@@ -22,51 +20,41 @@ def state() -> dict:
     return side_effects.state() | {"the environment": os.environ.get("PATH")}
 
 
-def adds_a_hook():
-    nn.modules.module.register_module_forward_hook(lambda module, args, out: None)
+# A statement of an answer, and what it leaves in another state.
+STATES = {
+    "torch.set_grad_enabled(False)": "gradients",
+    "torch.autocast('cpu', torch.bfloat16).__enter__()": "autocast for the CPU",
+    "torch.set_autocast_enabled('cpu', True)": "autocast for the CPU",
+    "torch.set_autocast_dtype('cpu', torch.float16)": "the dtype of autocast for the CPU",
+    "torch.set_autocast_cache_enabled(False)": "autocast's cache",
+    "torch.set_default_dtype(torch.float64)": "the default dtype",
+    "torch.set_default_device('meta')": "the default device",
+    "torch.autograd.set_detect_anomaly(True)": "anomaly detection",
+    "torch.set_num_threads(2)": "the number of threads",
+    "torch.utils.flop_counter.FlopCounterMode().__enter__()": "modes that watch operations",
+    "nn.modules.module.register_module_forward_hook(lambda *given: None)": "hooks on every module",
+    "torch.autograd.graph.saved_tensors_hooks(abs, abs).__enter__()": "saved-tensor hooks",
+    "os.chdir('/')": "the working directory",
+    "os.environ.pop('PATH', None)": "the environment",
+    "import gc; gc.disable()": "garbage collection",
+}
 
 
-def saves_by_hooks():
-    torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t).__enter__()
-
-
-@pytest.mark.parametrize(
-    ("leave", "said"),
-    [
-        (lambda: torch.set_grad_enabled(False), "gradients"),
-        (lambda: torch.autocast("cpu", torch.bfloat16).__enter__(), "autocast for the CPU"),
-        (lambda: torch.set_autocast_enabled("cpu", True), "autocast for the CPU"),
-        (
-            lambda: torch.set_autocast_dtype("cpu", torch.float16),
-            "the dtype of autocast for the CPU",
-        ),
-        (lambda: torch.set_autocast_cache_enabled(False), "autocast's cache"),
-        (lambda: torch.set_default_dtype(torch.float64), "the default dtype"),
-        (lambda: torch.set_default_device("meta"), "the default device"),
-        (lambda: torch.autograd.set_detect_anomaly(True), "anomaly detection"),
-        (lambda: torch.set_num_threads(2), "the number of threads"),
-        (lambda: FlopCounterMode().__enter__(), "modes that watch operations"),
-        (adds_a_hook, "hooks on every module"),
-        (saves_by_hooks, "saved-tensor hooks"),
-        (lambda: os.chdir("/"), "the working directory"),
-        (lambda: os.environ.pop("PATH", None), "the environment"),
-        (gc.disable, "garbage collection"),
-    ],
-)
-def test_the_state_of_the_process_is_told_and_put_back(leave, said):
+@pytest.mark.parametrize("statement", STATES)
+def test_the_state_of_the_process_is_told_and_put_back(statement):
     torch.set_num_threads(1)
     before = state()
 
     def answer(width, height):
-        leave()
+        exec(statement)
         return width * height
 
-    says = f"Your code leaves another state of {said} than before, for all code after it"
+    says = f"Your code leaves another state of {STATES[statement]} than before, for all code"
     assert says in judge(AREA, answer).line
     assert state() == before
 
     def fails(width, height):
-        leave()
+        exec(statement)
         raise ValueError("stop")
 
     assert "raised ValueError" in judge(AREA, fails).line
@@ -150,55 +138,36 @@ def arguments():
 COUNTING = exercise_of(count, lambda f: f(*arguments()))
 
 
-@pytest.mark.parametrize(
-    ("leave", "said", "allowed"),
-    [
-        (lambda m, w, o: m.eval(), "`model` with another mode", "model.mode"),
-        (lambda m, w, o: m.requires_grad_(False), "`model` with another requires_grad", "model"),
-        (
-            lambda m, w, o: m.layer.register_forward_hook(lambda *a: None),
-            "`model` with another hook",
-            "model.hook",
-        ),
-        (
-            lambda m, w, o: setattr(m.layer, "forward", m.layer.forward),
-            "`model` with another attribute",
-            "model.hook",
-        ),
-        (lambda m, w, o: setattr(m.dropout, "p", 0.0), "`model` with another dropout", "model"),
-        (
-            lambda m, w, o: setattr(m, "gradient_checkpointing", True),
-            "`model` with another checkpointing",
-            "model.checkpointing",
-        ),
-        (
-            lambda m, w, o: setattr(m.config, "use_cache", False),
-            "`model` with another config (config.use_cache)",
-            "model.config",
-        ),
-        (
-            lambda m, w, o: o.param_groups[0].update(lr=1.0),
-            "`optimizer` with another lr",
-            "optimizer.lr",
-        ),
-        (lambda m, w, o: m.bfloat16(), "`model` with another dtype", None),
-        (
-            lambda m, w, o: m(torch.ones(1, 2)).sum().backward(),
-            "`model` with another gradient",
-            None,
-        ),
-        (lambda m, w, o: w[0].square().sum().backward(), "`weights` with another gradient", None),
-        (lambda m, w, o: w[0].requires_grad_(False), "`weights` with another requires_grad", None),
-        (
-            lambda m, w, o: setattr(w[0], "data", w[0].data.bfloat16()),
-            "`weights` with another dtype",
-            None,
-        ),
-    ],
-)
-def test_what_an_answer_leaves_on_its_arguments_is_told(leave, said, allowed):
+# A statement of an answer, what it leaves with another what, and the change that allows it.
+LEFT = [
+    ("model.eval()", "`model` with another mode", "model.mode"),
+    ("model.requires_grad_(False)", "`model` with another requires_grad", "model"),
+    ("model.layer.register_forward_hook(abs)", "`model` with another hook", "model.hook"),
+    ("model.layer.forward = model.layer.forward", "`model` with another attribute", "model.hook"),
+    ("model.dropout.p = 0.0", "`model` with another dropout", "model"),
+    (
+        "model.gradient_checkpointing = True",
+        "`model` with another checkpointing",
+        "model.checkpointing",
+    ),
+    (
+        "model.config.use_cache = False",
+        "`model` with another config (config.use_cache)",
+        "model.config",
+    ),
+    ("optimizer.param_groups[0]['lr'] = 1.0", "`optimizer` with another lr", "optimizer.lr"),
+    ("model.bfloat16()", "`model` with another dtype", None),
+    ("model(torch.ones(1, 2)).sum().backward()", "`model` with another gradient", None),
+    ("weights[0].square().sum().backward()", "`weights` with another gradient", None),
+    ("weights[0].requires_grad_(False)", "`weights` with another requires_grad", None),
+    ("weights[0].data = weights[0].data.bfloat16()", "`weights` with another dtype", None),
+]
+
+
+@pytest.mark.parametrize(("statement", "said", "allowed"), LEFT)
+def test_what_an_answer_leaves_on_its_arguments_is_told(statement, said, allowed):
     def answer(model, weights, optimizer):
-        leave(model, weights, optimizer)
+        exec(statement)
         return count(model, weights, optimizer)
 
     assert f"Your code leaves {said}" in judge(COUNTING, answer).line

@@ -16,28 +16,29 @@ BYTES = exercise_of(nbytes, calls((3, 1000), (20, 7), (5, 80_000), (1, 2**30)))
 
 
 @pytest.mark.parametrize(
-    ("answer", "says"),
+    ("result", "says"),
     [
-        (lambda r, w: 32 * r * w, "every number is 8 times too large (these look like bits)"),
-        (lambda r, w: 4 * r * w / 2**20, "(these look like MiB): return bytes."),
-        (lambda r, w: 2 * r * w, "every number is 2 times too small."),
-        (lambda r, w: -4 * r * w, "every number is the right one with the wrong sign."),
-        (lambda r, w: 12_000, "the answer is 12,000 for all arguments: it must depend on them."),
-        (lambda r, w: 4 * w, "`rows` has no effect on your answer."),
-        (lambda r, w: f"{4 * r * w}", "return one number: this is '12000'."),
-        (lambda r, w: r - w, "the result is negative, but it can never be negative."),
-        (lambda r, w: 4 * r * w + 0.5, "return a whole number: this is a fraction."),
-        (lambda r, w: float("nan"), "the result is not a number (nan)"),
-        (lambda r, w: float("inf"), "the answer is inf for all arguments"),
-        (lambda r, w: None + r, "Something is None here"),
+        ("32 * rows * width", "every number is 8 times too large (these look like bits)"),
+        ("4 * rows * width / 2**20", "(these look like MiB): return bytes."),
+        ("2 * rows * width", "every number is 2 times too small."),
+        ("-4 * rows * width", "every number is the right one with the wrong sign."),
+        ("12_000", "the answer is 12,000 for all arguments: it must depend on them."),
+        ("4 * width", "`rows` has no effect on your answer."),
+        ("f'{4 * rows * width}'", "return one number: this is '12000'."),
+        ("rows - width", "the result is negative, but it can never be negative."),
+        ("4 * rows * width + 0.5", "return a whole number: this is a fraction."),
+        ("float('nan')", "the result is not a number (nan)"),
+        ("float('inf')", "the answer is inf for all arguments"),
+        ("None + rows", "Something is None here"),
         # Nothing is said where nothing was seen.
-        (lambda r, w: 4 * r * w + r, "For nbytes(3, 1000): got 12,003"),
-        (lambda r, w: 4 * r + w, "For nbytes(3, 1000): got 1,012"),
+        ("4 * rows * width + rows", "For nbytes(3, 1000): got 12,003"),
+        ("4 * rows + width", "For nbytes(3, 1000): got 1,012"),
         # What is raised later says nothing of an earlier case.
-        (lambda r, w: 4 * w + r if w > 7 else {}[w], "For nbytes(3, 1000): got 4,003"),
+        ("4 * width + rows if width > 7 else {}[width]", "For nbytes(3, 1000): got 4,003"),
     ],
 )
-def test_numbers(answer, says):
+def test_numbers(result, says):
+    answer = eval(f"lambda rows, width: {result}")
     assert f"not yet: {says}" in judge(BYTES, answer).line.replace(
         "every number is 1.049e+06 times too small ", ""
     )
@@ -53,21 +54,24 @@ def test_one_place_of_several_numbers():
 RAMP = torch.arange(1.0, 7.0)
 
 
-@pytest.mark.parametrize(
-    ("right", "answer", "says"),
-    [
-        (RAMP, RAMP.flip(0), "the right numbers in the reverse order."),
-        (RAMP, 3 * RAMP, "every number is 3 times too large."),
-        ([RAMP, RAMP], [RAMP, 3 * RAMP], "at this place, every number is 3 times too large."),
-        (RAMP, 0 * RAMP, "all numbers are 0."),
-        (RAMP.reshape(2, 3), RAMP.reshape(2, 3).t(), "the right matrix, transposed."),
-        ([1, 2, 4], [4, 2, 1], "the right entries in the reverse order."),
-        ([1, 2], 3, "return one number for each: this is 3."),
-        ({"a": 1}, 1, "return a dict with the names 'a': this is 1."),
-        (True, 3, "return True or False: this is 3."),
-    ],
-)
-def test_other_values(right, answer, says):
+# The right answer, another one, and what is said of it.
+OTHER = """
+RAMP | RAMP.flip(0) | the right numbers in the reverse order.
+RAMP | 3 * RAMP | every number is 3 times too large.
+[RAMP, RAMP] | [RAMP, 3 * RAMP] | at this place, every number is 3 times too large.
+RAMP | 0 * RAMP | all numbers are 0.
+RAMP.reshape(2, 3) | RAMP.reshape(2, 3).t() | the right matrix, transposed.
+[1, 2, 4] | [4, 2, 1] | the right entries in the reverse order.
+[1, 2] | 3 | return one number for each: this is 3.
+{"a": 1} | 1 | return a dict with the names 'a': this is 1.
+True | 3 | return True or False: this is 3.
+"""
+
+
+@pytest.mark.parametrize("row", OTHER.strip().splitlines())
+def test_other_values(row):
+    *values, says = row.split(" | ")
+    right, answer = map(eval, values)
     assert says in judge(exercise_of(lambda: right, lambda f: f()), lambda: answer).line
 
 

@@ -5,7 +5,6 @@ import sys
 import weakref
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from course.judge.toy_exercise import AREA, area, exercise_of
@@ -17,17 +16,18 @@ from gradmem_lib.course.learner.check import check
 NOT_YET = "✗ 0.7 not yet: "
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        lambda w, h: float(w) * h,
-        lambda height, width: torch.tensor(width * height),
-        lambda w, h, unit="cm": np.float64(w * h),
-        lambda *sides: sides[0] * sides[1],
-        lambda w, h: w * h * (1 + 1e-9) if isinstance(w, float) else w * h,
-    ],
-)
-def test_a_right_answer_written_another_way_passes(answer):
+RIGHT = [
+    "lambda w, h: float(w) * h",
+    "lambda height, width: torch.tensor(width * height)",
+    "lambda w, h, unit='cm': torch.tensor(w * h).double().numpy()[()]",
+    "lambda *sides: sides[0] * sides[1]",
+    "lambda w, h: w * h * (1 + 1e-9) if isinstance(w, float) else w * h",
+]
+
+
+@pytest.mark.parametrize("text", RIGHT)
+def test_a_right_answer_written_another_way_passes(text):
+    answer = eval(text)
     verdict = judge(AREA, answer)
     assert verdict.line == "✓ 0.7 passed" and verdict.result is answer
 
@@ -99,28 +99,23 @@ def test_a_branch_that_raises_not_implemented_is_an_attempt(answer):
     assert "Your code raised NotImplementedError at line" in judge(AREA, answer).line
 
 
-@pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        (
-            lambda w, h: 2 * (w + h),
-            "this is the way around it. For area(3, 5): got 16, expected 15.",
-        ),
-        (lambda w, h: w * str(h), "this repeats text. For area(3, 5): got '555', expected 15."),
-        (lambda w, h: w * h + 2, "For area(3, 5): got 17, expected 15."),
-        (
-            lambda w, h: w * h if w < 7 else 1,
-            "For another case, which is not shown: 1 is too small.",
-        ),
-        (lambda w, h: [], "return one number: this is []. For area(3, 5): got [], expected 15."),
-        (lambda w, h: print(w), "For area(3, 5): got None, expected 15. Is a `return` missing?"),
-        (lambda w: w, "expected a function area(width, height), but yours is <lambda>(w)."),
-        (15, "expected a function area(width, height), but got 15: pass area itself"),
-        (lambda w, h: sys.exit(3), "Your code raised SystemExit at line"),
-    ],
-)
-def test_a_wrong_answer_hears_a_mistake_or_a_case(answer, says):
-    assert judge(AREA, answer).line.startswith(NOT_YET + says)
+# An answer, and how what is said of it begins.
+WRONG = {
+    "lambda w, h: 2 * (w + h)": "this is the way around it. For area(3, 5): got 16, expected 15.",
+    "lambda w, h: w * str(h)": "this repeats text. For area(3, 5): got '555', expected 15.",
+    "lambda w, h: w * h + 2": "For area(3, 5): got 17, expected 15.",
+    "lambda w, h: w * h if w < 7 else 1": "For another case, which is not shown: 1 is too small.",
+    "lambda w, h: []": "return one number: this is []. For area(3, 5): got [], expected 15.",
+    "lambda w, h: print(w)": "For area(3, 5): got None, expected 15. Is a `return` missing?",
+    "lambda w: w": "expected a function area(width, height), but yours is <lambda>(w).",
+    "15": "expected a function area(width, height), but got 15: pass area itself",
+    "lambda w, h: sys.exit(3)": "Your code raised SystemExit at line",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_a_wrong_answer_hears_a_mistake_or_a_case(text):
+    assert judge(AREA, eval(text)).line.startswith(NOT_YET + WRONG[text])
 
 
 def test_an_exception_is_one_line_with_its_place():
@@ -277,10 +272,6 @@ def test_two_mistakes_at_once_and_one_that_explains_the_first_case():
 
     says = "two things at once: the step is subtracted. And this is the least."
     assert says in judge(walking, both).line
-    assert (
-        "nothing has changed" in judge(walking, lambda state, step: state.update(at=0, most=0)).line
-        or True
-    )
     assert judge(replace(walking, changes=""), walk).outcome == PASSED  # as the right answer does
 
 

@@ -252,18 +252,20 @@ def test_a_trace_that_comes_too_late_is_kept_and_not_shown(monkeypatch):
     asyncio.run(asyncio.wait_for(drag(), 60))
 
 
-@pytest.mark.parametrize(
-    "wrong, error, says",
-    [
-        ({"model": "GPT-9"}, ValueError, "model is 'GPT-9': choose one of 'tiny Llama'"),
-        ({"card": "abacus"}, ValueError, "no card is known as 'abacus'"),
-        ({"precision": "fp3"}, ValueError, "precision is 'fp3'"),
-        ({"colour": 1}, TypeError, "no setting named colour: choose from model"),
-    ],
-)
-def test_explorer_says_what_is_wrong(wrong, error, says):
+WRONG = """
+model="GPT-9" -> model is 'GPT-9': choose one of 'tiny Llama'
+card="abacus" -> no card is known as 'abacus'
+precision="fp3" -> precision is 'fp3'
+colour=1 -> no setting named colour: choose from model
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_explorer_says_what_is_wrong(row):
+    wrong, says = row.split(" -> ")
+    error = TypeError if "no setting" in says else ValueError
     with pytest.raises(error, match=says):
-        explorer.explore(**wrong)
+        explorer.explore(**eval(f"dict({wrong})"))
 
 
 @pytest.mark.parametrize("name", ["optimizer", "checkpointing"])

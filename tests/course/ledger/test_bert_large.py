@@ -112,7 +112,7 @@ def test_adamw_of_2022_has_one_temporary_where_torch_has_two():
         optimizer = make([p])
         for _ in range(2):
             p.grad = torch.ones_like(p)
-            with MemoryTracker(torch.nn.ParameterList([p]), optimizer, live=False) as tracker:
+            with MemoryTracker(torch.nn.ParameterList([p]), optimizer) as tracker:
                 optimizer.step()
         return max(tracker.timeline.by_category["temporaries"]) / p.nbytes
 

@@ -63,13 +63,13 @@ def shown(claim_id: str, name: str) -> float:
 def test_c01():
     assert says("C01", "Autocast keeps the weights in float32, and other recipes keep a float32")
     assert says("C01", "Both need 16 bytes a parameter.")
-    (parameters,) = row("C01", "parameters of Llama-2-7B, count")
+    parameters = one("C01", "parameters of Llama-2-7B, count")
     assert says("C01", "Without accumulation, the peak is less than the sum of all four")
     for name, moment in (("autocast-bf16", "loss, backward"), ("float32-master", "optimizer step")):
         kept = sum(row("C01", f"{name}: parameters + gradients + Adam"))
         assert kept / parameters == pytest.approx(16, rel=1e-6)
-        (activations,) = row("C01", f"{name}: activations of 1 x 2048 tokens")
-        (peak,) = row("C01", f"{name}: peak without accumulation ({moment})")
+        activations = one("C01", f"{name}: activations of 1 x 2048 tokens")
+        peak = one("C01", f"{name}: peak without accumulation ({moment})")
         assert peak < kept + activations
 
 
@@ -100,9 +100,9 @@ def test_c03_c32_and_c33():
 
 def test_c05():
     assert says("C05", "Each of these results is used twice, by its ReLU and by the next Linear.")
-    (tensors,) = row("C05", "tensors handed to autograd, count")
-    (weights,) = row("C05", "of these parameters, count")
-    (results,) = row("C05", "of these intermediate results, count")
+    tensors = one("C05", "tensors handed to autograd, count")
+    weights = one("C05", "of these parameters, count")
+    results = one("C05", "of these intermediate results, count")
     assert tensors == weights + 1 + 2 * results  # the input, and each result twice
 
 
@@ -114,13 +114,13 @@ def test_c11_and_c12():
     table = {run.name: run.mib for run in bert_large.RUNS}
     without, fp16 = table["1 x 4, checkpointing"], table["1 x 4, checkpointing, fp16"]
     assert says("C11", f"{without:,} MB without fp16, {fp16:,} with it.") and fp16 > without
-    (copy,) = row("C12", "float16 weights")
-    (most,) = row("C12", "the same: activations at most, float16 weights among them")
+    copy = one("C12", "float16 weights")
+    most = one("C12", "the same: activations at most, float16 weights among them")
     assert says(
         "C12", f"One row of 2,048 tokens and a float16 copy of the weights ({copy / GB:.1f}"
     )
     assert most > copy
-    (peak,) = row("C12", "1 row of 2048 accumulated, each layer checkpointed, fp16: peak")
+    peak = one("C12", "1 row of 2048 accumulated, each layer checkpointed, fp16: peak")
     (name,) = (name for name, card in CARDS.items() if card.nbytes > peak)
     assert says("C12", f"Of the cards that the course knows, {name} has room.")
 
@@ -138,8 +138,8 @@ def test_c16_and_c29():
     whole = one("C16", "operations, one batch of 32")
     cut = one("C16", "operations, 8 x 4 accumulated")
     assert says("C16", f"{cut / whole:.1f} times as many for 8 micro-batches.")
-    (added,) = row("C29", "additions into gradients, 4 x 8")
-    (products,) = row("C29", "FLOP in matrix products, 4 x 8")
+    added = one("C29", "additions into gradients, 4 x 8")
+    products = one("C29", "FLOP in matrix products, 4 x 8")
     assert says("C29", "Besides the products, there are K - 1 additions to each gradient,")
     assert says("C29", f"{added / products:.1%} of the operations here.")
     whole, cut = row("C29", "operations started, one batch / 4 x 8")
@@ -154,10 +154,7 @@ def test_c17():
     assert says("C17", f"Rows of 2,048 leave less than a GB of the card's {card / GB:.1f} GB.")
     assert long < card < long + GB
     assert says("C17", "A card keeps half of the base, and half of embeddings and head in bf16.")
-    linear, ends = 80 * (2 * 8192**2 + 2 * 8192 * 1024 + 3 * 8192 * 28672), 2 * 32000 * 8192
-    half = (linear * (0.5 + 1 / 64 + 4 / (64 * 256)) + 2 * ends) / 2
-    # Embeddings and head are whole besides. Adapters, boundaries and the loss are less than 4 GB.
-    assert half + 2 * ends < short < half + 2 * ends + 4 * GB
+    # See test_a_70b_on_two_cards_by_hand.
 
 
 def test_c20_and_c40():
@@ -220,10 +217,10 @@ def test_c23_and_c24():
     assert says("C24", "the other two need at least a quarter more.")
     for name, said in (("BERT-large, 4 x 4", 8), ("the same, checkpointed", 5)):
         assert shown("C24", name) / said > 1.25
-    (fused,) = row("C24", "4 x 4, fp16, fused attention: peak")
+    fused = one("C24", "4 x 4, fp16, fused attention: peak")
     assert says("C24", f"With fused attention, 4 x 4 needs {fused / GB:.1f} GB, as claimed")
     assert fused / GB == pytest.approx(8, rel=0.05)
-    (floor,) = row("C24", "weights, gradients and Adam states in float32")
+    floor = one("C24", "weights, gradients and Adam states in float32")
     assert says("C24", f"take {floor / GB:.1f} GB, so AdamW cannot reach 5 GB.") and floor > 5 * GB
     assert says("C24", "By C13's 14,949 MB for 4 rows in float32, 16 rows need more than 24 GB.")
     table = {run.name: run.mib for run in bert_large.RUNS}
@@ -274,7 +271,7 @@ def test_c26_c27_and_c50():
         "C27", "The best equal segments have sqrt(n x / a) layers, if a layer keeps a bytes"
     )
     for keeps in (1, 5):
-        (best,) = row(
+        best = one(
             "C27",
             f"64 layers, a = {keeps if keeps > 1 else ''} x: best equal segments".replace(
                 "=  x", "= x"
@@ -324,13 +321,13 @@ def test_c34():
 
 def test_c37_and_c38():
     assert says("C37", "Layers that store scores keep three times that much.")
-    (eager,) = row("C37", "block with eager attention, closed form")
+    eager = one("C37", "block with eager attention, closed form")
     assert 32 * eager / (100 * GB) == pytest.approx(3, abs=0.1)
     total = one("C37", "queries, keys and values by the document's product")
     total += one("C37", "scores by its product") + one("C37", "feed-forward by its product")
     assert says("C37", f"{32 * total / GB:.1f} GB over 32 layers.")
     assert says("C37", "Eager attention keeps the softmax twice, in float32 and in bf16:")
-    (softmax,) = row("C37", "of which softmax")
+    softmax = one("C37", "of which softmax")
     assert softmax == 8 * 32 * 2048**2 * (4 + 2)
     copy = one("C38", "one bf16 copy of the scores, batch 8")
     assert says("C38", "Its own batch of 8 needs four times as much:")
@@ -370,7 +367,7 @@ def test_c39():
 
 def test_c41():
     times = list(claims_price._times("per layer").values())
-    (left,) = row("C41", "Llama-2-7B, 8 x 2048, a checkpoint a layer: left, float32")
+    left = one("C41", "Llama-2-7B, 8 x 2048, a checkpoint a layer: left, float32")
     assert says("C41", f"One checkpoint per layer leaves {left:.0f}% of the activations, not 20%")
     assert says("C41", f"records have {1 / max(times):.0%} to {1 / min(times):.0%} of the speed.")
     assert says("C41", f"Segments of 6 leave about 20% ({lesson_04.share_left(SEVEN, 6):.1%}).")
@@ -401,11 +398,11 @@ def test_c43():
 
 
 def test_c45_and_c47():
-    (long,) = row("C45", "share of the saving: attention, eager, 8192 tokens")
+    long = one("C45", "share of the saving: attention, eager, 8192 tokens")
     assert says("C45", f"{long:.0f}% at 8,192 tokens.")
     fused = lesson_08.extra_work("per-layer", "fused", 2048)
     assert says("C45", f"14% more operations; whole layers cost {fused:.0%}.")
-    (three,) = row("C47", 'every="fit" with 50% of the bytes runs again')
+    three = one("C47", 'every="fit" with 50% of the bytes runs again')
     assert says("C47", "with half the bytes that it needs, the first 3 of 4 layers are recomputed.")
     assert three == 3
 
@@ -424,10 +421,10 @@ def test_c48_and_c49():
 
 
 def test_c51_c52_and_c53():
-    (resident,) = row("C51", "weights, gradients and Adam states in bf16")
+    resident = one("C51", "weights, gradients and Adam states in bf16")
     assert says("C51", "training all weights needs far more.") and resident > 2 * 35 * GB
-    (plain,) = row("C51", "QLoRA, rank 16, 1 x 2048: peak")
-    (checkpointed,) = row("C51", "the same, each layer checkpointed")
+    plain = one("C51", "QLoRA, rank 16, 1 x 2048: peak")
+    checkpointed = one("C51", "the same, each layer checkpointed")
     assert says(
         "C51",
         f"With a 4-bit base, 1 x 2,048 tokens need {plain / GB:.1f} GB without checkpoints and "
@@ -445,7 +442,7 @@ def test_c51_c52_and_c53():
     attention, mlp = row("C52", "fused: attention half / MLP half")
     assert mlp > attention
     config = known_model("Llama-2-70B")[1]
-    (token,) = row("C53", "bytes of keys and values a token, bf16")
+    token = one("C53", "bytes of keys and values a token, bf16")
     assert says(
         "C53",
         f"A 70B Llama keeps {token:,.0f} bytes a token in bf16, since "

@@ -10,7 +10,7 @@ import re
 from itertools import product
 
 import pytest
-from course.ledger.claim_moves import MOVES
+from course.ledger.claim_moves import moves
 from support.families import OLDER
 from support.paths import ROOT
 
@@ -149,11 +149,11 @@ def plain(node: ast.AST) -> bool:
 
 
 @pytest.mark.parametrize(
-    "claim_id, module, name, value, verdict", MOVES, ids=[f"{m[0]}-{m[4]}" for m in MOVES]
+    "claim_id, name, verdict, value", moves(), ids=[f"{move[0]}-{move[2]}" for move in moves()]
 )
-def test_a_verdict_follows_what_is_measured(claim_id, module, name, value, verdict, monkeypatch):
+def test_a_verdict_follows_what_is_measured(claim_id, name, verdict, value, monkeypatch):
     assert VERDICT[claim_id] != verdict
-    monkeypatch.setattr(module, name, value)
+    monkeypatch.setattr(name, value)
     assert ledger._ANSWERS[claim_id]().verdict == verdict
 
 

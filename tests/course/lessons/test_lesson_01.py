@@ -10,7 +10,7 @@ def test_the_error_of_the_usual_loop_names_two_causes_and_the_second_is_free_to_
     model, optimizer, batches = train_setting()
     with (
         pytest.raises(BudgetExceeded) as raised,
-        MemoryTracker(model, optimizer, budget=train_budget(), live=False),
+        MemoryTracker(model, optimizer, budget=train_budget()),
     ):
         for ids in batches:
             output = model(input_ids=ids, labels=ids)
@@ -22,7 +22,7 @@ def test_the_error_of_the_usual_loop_names_two_causes_and_the_second_is_free_to_
     assert kept.name == "Tensors of the step before are still there" and "output[" in kept.held
     assert str(raised.value).count("Remedy: ") == 2
     model, optimizer, batches = train_setting()
-    with MemoryTracker(model, optimizer, budget=train_budget(), live=False):
+    with MemoryTracker(model, optimizer, budget=train_budget()):
         for ids in batches:
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()

@@ -35,7 +35,7 @@ def test_memory_runs_out_in_the_seventh_micro_batch():
     net.register_forward_pre_hook(lambda *given: seen.append(1))
     with (
         pytest.raises(BudgetExceeded, match="made in 5 forwards of this step"),
-        MemoryTracker(net, optimizer, budget="2 MiB", live=False),
+        MemoryTracker(net, optimizer, budget="2 MiB"),
     ):
         names["with_entropy"](net, optimizer, batch)
     assert len(seen) == 7

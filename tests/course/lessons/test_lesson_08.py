@@ -14,7 +14,7 @@ TEXT = " ".join(SOURCE.read_text(encoding="utf-8").replace("#", " ").split())
 
 def plain_peak(model, x) -> float:
     """The peak of a step without hooks or tiles, in MB."""
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model(x).square().mean().backward()
     return tracker.peak.total / 1e6
 

@@ -40,7 +40,7 @@ for p, q in zip(net.parameters(), alone.parameters(), strict=True):
 def test_layers_that_are_cut_have_the_gradients_of_one_process():
     cells = re.split(r"^# %%.*$", SOURCE, flags=re.M)
     needed = [cell for cell in cells if "import Replicate" in cell or "def cut_layers(" in cell]
-    run_ranks(exec, GRADIENTS.replace("CELLS", "".join(needed)), {}, live=False)
+    run_ranks(exec, GRADIENTS.replace("CELLS", "".join(needed)), {})
 
 
 def test_the_script_trains_on_two_machines_of_two_cards(tmp_path):

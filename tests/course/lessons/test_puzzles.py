@@ -85,31 +85,27 @@ def test_what_does_not_fit_says_why_and_by_how_much_and_who_holds_it(answer, why
     assert weighed[1:] in said and "more than the available 512.00 MiB: at the peak, in" in weighed
 
 
-@pytest.mark.parametrize(
-    ("id", "answer", "says"),
-    [
-        ("11.1", {"precision": "bf17"}, "precision='bf17' is not known"),
-        ("11.1", {"rank": 3}, "a Recipe has no 'rank': its options are precision, "),
-        ("11.3", {"lora_rank": 16}, puzzles.CONDITIONS["full"][2]),
-        ("11.4", LORA | {"quantized_base": True}, puzzles.CONDITIONS["16 bits"][2]),
-        ("11.5", {"every_n_layers": 2}, puzzles.CONDITIONS["once"][2]),
-        ("11.6", {"offload": "activations"}, puzzles.CONDITIONS["on the card"][2]),
-        ("11.12", {"in_backward": True}, puzzles.CONDITIONS["after"][2]),
-        ("11.1", "bf16", "or the Recipe itself, but 'bf16' was given"),
-        (
-            "11.2",
-            {"accumulation": 3},
-            "accumulation=3 must divide the number of rows of a card, which is 8",
-        ),
-        (
-            "11.10",
-            {"sharding": "fsdp", "accumulation": 4},
-            "the number of rows of a card, which is 2.",
-        ),
-        ("11.3", {"in_backward": True, "accumulation": 2}, "choose one of the two"),
-    ],
-)
-def test_what_is_no_recipe_here_hears_why(id, answer, says):
+# A puzzle, an answer, and what is said of it; in braces, a condition's words.
+NO_RECIPES = """
+11.1: {"precision": "bf17"} -> precision='bf17' is not known
+11.1: {"rank": 3} -> a Recipe has no 'rank': its options are precision,
+11.3: {"lora_rank": 16} -> {full[2]}
+11.4: LORA | {"quantized_base": True} -> {16 bits[2]}
+11.5: {"every_n_layers": 2} -> {once[2]}
+11.6: {"offload": "activations"} -> {on the card[2]}
+11.12: {"in_backward": True} -> {after[2]}
+11.1: "bf16" -> or the Recipe itself, but 'bf16' was given
+11.2: {"accumulation": 3} -> accumulation=3 must divide the number of rows of a card, which is 8
+11.10: {"sharding": "fsdp", "accumulation": 4} -> the number of rows of a card, which is 2.
+11.3: {"in_backward": True, "accumulation": 2} -> choose one of the two
+"""
+
+
+@pytest.mark.parametrize("row", NO_RECIPES.strip().splitlines())
+def test_what_is_no_recipe_here_hears_why(row):
+    id, given = row.split(": ", 1)
+    text, says = given.split(" -> ")
+    answer, says = eval(text), says.format_map(puzzles.CONDITIONS)
     assert says in puzzle(id).judge(answer)[0] and says in str(puzzle(id).show(answer))
 
 

@@ -78,7 +78,7 @@ def training_step(model, optimizer, ids, precision):
 def measured_peak(model, optimizer, ids, precision="float32"):
     """The tracker's peak over a second step; the first one makes the optimizer's states."""
     training_step(model, optimizer, ids, precision)
-    with MemoryTracker(model, optimizer, live=False) as tracker:
+    with MemoryTracker(model, optimizer) as tracker:
         tracker.watch(ids, "other")
         training_step(model, optimizer, ids, precision)
     return tracker.peak
@@ -130,22 +130,23 @@ def test_bytes_per_parameter_of_each_recipe():
     assert accounting.bytes_per_parameter("float32-master", None)["optimizer"] == 0
 
 
+# The optimizer and its momentum, and PyTorch's own.
+OPTIMIZERS = {
+    ("adamw",): lambda p: torch.optim.AdamW(p, foreach=False),
+    ("adamw-foreach",): lambda p: torch.optim.AdamW(p, foreach=True),
+    ("adamw-fused",): lambda p: torch.optim.AdamW(p, fused=True),
+    ("sgd",): lambda p: torch.optim.SGD(p, foreach=False),
+    ("sgd", 0.9): lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False),
+}
+
+
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
-@pytest.mark.parametrize(
-    ("choice", "make"),
-    [
-        (("adamw",), lambda p: torch.optim.AdamW(p)),
-        (("adamw-foreach",), lambda p: torch.optim.AdamW(p, foreach=True)),
-        (("adamw-fused",), lambda p: torch.optim.AdamW(p, fused=True)),
-        (("sgd",), lambda p: torch.optim.SGD(p)),
-        (("sgd", 0.9), lambda p: torch.optim.SGD(p, momentum=0.9)),
-    ],
-)
-def test_residents_are_what_pytorch_really_keeps(precision, choice, make):
+@pytest.mark.parametrize("choice", OPTIMIZERS, ids=str)
+def test_residents_are_what_pytorch_really_keeps(precision, choice):
     model = models.tiny_llama(
         layers=2, hidden=32, heads=4, intermediate=48, vocab=64, dtype=DTYPES[precision]
     )
-    optimizer = make(list(model.parameters()))
+    optimizer = OPTIMIZERS[choice](list(model.parameters()))
     model(input_ids=(ids := torch.zeros(1, 4, dtype=torch.long)), labels=ids).loss.backward()
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values()]
@@ -158,13 +159,16 @@ def test_residents_are_what_pytorch_really_keeps(precision, choice, make):
 
 # Saved activations.
 
-LLAMA_SIZES = [  # batch, seq, hidden, heads, kv_heads, intermediate
-    (1, 8, 32, 4, 4, 48),
-    (2, 16, 32, 4, 2, 88),
-    (3, 10, 48, 6, 1, 40),
-    (2, 33, 64, 2, 2, 100),
-]
-GPT2_SIZES = [(1, 8, 32, 4), (2, 16, 48, 3), (3, 33, 64, 8)]
+# Of one block: rows, tokens, hidden, heads, and of a Llama keys' heads and intermediate.
+BLOCKS = """
+1  8 32 4  4  48
+2 16 32 4  2  88
+3 10 48 6  1  40
+2 33 64 2  2 100
+1  8 32 4
+2 16 48 3
+3 33 64 8
+"""
 
 
 def causal_mask(batch_size, seq_len, dtype, attention):
@@ -175,68 +179,36 @@ def causal_mask(batch_size, seq_len, dtype, attention):
     )
 
 
-def assert_block_saves(run, own, model, batch, precision, attention) -> None:
-    """What ``run``, one block of ``model``, saves besides its ``own`` tensors is what the formula
-    says for a batch of (rows, tokens).
-    """
+@pytest.mark.parametrize("attention", ["fused", "eager"])
+@pytest.mark.parametrize("precision", DTYPES)
+@pytest.mark.parametrize("sizes", BLOCKS.strip().splitlines())
+def test_a_block_saves_exactly_this(sizes, precision, attention):
+    rows, tokens, hidden, heads, *of_llama = map(int, sizes.split())
+    batch, dtype = (rows, tokens), DTYPES[precision]
+    make = models.tiny_llama if of_llama else models.tiny_gpt2
+    more = dict(zip(("kv_heads", "intermediate"), of_llama, strict=False))
+    more |= {"attention": IMPLEMENTATION[attention], "dtype": dtype}
+    model = make(layers=1, hidden=hidden, heads=heads, vocab=16, **more)
+    x = torch.randn(*batch, hidden, dtype=dtype, requires_grad=True)
+    own = list(model.parameters())
+    given = {"attention_mask": causal_mask(*batch, dtype, attention)}
+    if of_llama:
+        (block,) = model.model.layers
+        with torch.no_grad():
+            tables = model.model.rotary_emb(x, torch.arange(tokens)[None])
+        own += tables
+        given["position_embeddings"] = tables
+    else:
+        (block,) = model.transformer.h
+
+    def run():
+        with compute(precision):
+            return block(x, **given)
+
     _, measured = saved_tensors(run, own)
     shape = Shape.from_config(model.config)
     items = accounting.block_activations(shape, *batch, precision=precision, attention=attention)
     assert sum(items.values()) == measured
-
-
-@pytest.mark.parametrize("attention", ["fused", "eager"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("size", LLAMA_SIZES)
-def test_llama_block_saves_exactly_this(size, precision, attention):
-    batch_size, seq_len, hidden, heads, kv_heads, intermediate = size
-    dtype = DTYPES[precision]
-    model = models.tiny_llama(
-        layers=1,
-        hidden=hidden,
-        heads=heads,
-        kv_heads=kv_heads,
-        intermediate=intermediate,
-        vocab=16,
-        attention=IMPLEMENTATION[attention],
-        dtype=dtype,
-    )
-    x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
-    with torch.no_grad():
-        tables = model.model.rotary_emb(x, torch.arange(seq_len)[None])
-    mask = causal_mask(batch_size, seq_len, dtype, attention)
-
-    def run():
-        with compute(precision):
-            return model.model.layers[0](x, attention_mask=mask, position_embeddings=tables)
-
-    own = (*model.parameters(), *tables)
-    assert_block_saves(run, own, model, (batch_size, seq_len), precision, attention)
-
-
-@pytest.mark.parametrize("attention", ["fused", "eager"])
-@pytest.mark.parametrize("precision", DTYPES)
-@pytest.mark.parametrize("size", GPT2_SIZES)
-def test_gpt2_block_saves_exactly_this(size, precision, attention):
-    batch_size, seq_len, hidden, heads = size
-    dtype = DTYPES[precision]
-    model = models.tiny_gpt2(
-        layers=1,
-        hidden=hidden,
-        heads=heads,
-        vocab=16,
-        attention=IMPLEMENTATION[attention],
-        dtype=dtype,
-    )
-    x = torch.randn(batch_size, seq_len, hidden, dtype=dtype, requires_grad=True)
-    mask = causal_mask(batch_size, seq_len, dtype, attention)
-
-    def run():
-        with compute(precision):
-            return model.transformer.h[0](x, attention_mask=mask)
-
-    own = model.parameters()
-    assert_block_saves(run, own, model, (batch_size, seq_len), precision, attention)
 
 
 @pytest.mark.parametrize("attention", ["fused", "eager"])
@@ -285,6 +257,19 @@ STEPS = {
 }
 
 
+def assert_estimated(model, ids, make=OPTIMIZERS["adamw",], rel=0.01, shape=None, **options):
+    """The closed form of a step is as near as ``rel`` to what the tracker measures; returns it."""
+    precision = options.setdefault("precision", "float32")
+    if options.get("checkpointing") == "per-layer":
+        checkpoint_every_layer(model)
+    peak = measured_peak(model, make(model.parameters()), ids, precision)
+    shape = shape or Shape.from_config(model.config)
+    rows, tokens = ids.shape
+    estimate = accounting.estimate(shape, batch_size=rows, seq_len=tokens, **options)
+    assert estimate.total == pytest.approx(peak.total, rel=rel)
+    return estimate
+
+
 # A CPU is slow in float16: one step is measured, and the test below says that the others are
 # bf16's.
 ESTIMATED = [
@@ -308,21 +293,9 @@ def test_estimate_within_one_percent_of_the_measured_peak(
 ):
     size = STEPS[step]
     model = make(vocab=size["vocab"], attention=IMPLEMENTATION[attention], dtype=DTYPES[precision])
-    if checkpointing == "per-layer":
-        checkpoint_every_layer(model)
     ids = torch.randint(0, size["vocab"], (size["batch"], size["seq"]))
-    peak = measured_peak(
-        model, torch.optim.AdamW(model.parameters(), foreach=False), ids, precision
-    )
-    estimate = accounting.estimate(
-        Shape.from_config(model.config),
-        batch_size=size["batch"],
-        seq_len=size["seq"],
-        precision=precision,
-        attention=attention,
-        checkpointing=checkpointing,
-    )
-    assert estimate.total == pytest.approx(peak.total, rel=0.01)
+    options = {"precision": precision, "attention": attention, "checkpointing": checkpointing}
+    estimate = assert_estimated(model, ids, **options)
     assert sum(estimate.by_category.values()) == estimate.total
     assert tuple(estimate.by_category) == CATEGORIES
 
@@ -348,50 +321,22 @@ def test_autocast_takes_as_much_in_float16_as_in_bf16(model, attention, checkpoi
 @pytest.mark.parametrize("precision", ["float32", "bf16"])
 def test_estimate_where_the_scores_of_eager_attention_are_the_peak(precision, checkpointing):
     model = models.tiny_llama(layers=2, vocab=512, attention="eager", dtype=DTYPES[precision])
-    if checkpointing == "per-layer":
-        checkpoint_every_layer(model)
     ids = torch.randint(0, 512, (1, 640))
-    peak = measured_peak(model, torch.optim.AdamW(model.parameters(), foreach=False), ids)
-    estimate = accounting.estimate(
-        Shape.from_config(model.config),
-        batch_size=1,
-        seq_len=640,
-        precision=precision,
-        attention="eager",
-        checkpointing=checkpointing,
-    )
+    options = {"precision": precision, "attention": "eager", "checkpointing": checkpointing}
+    estimate = assert_estimated(model, ids, rel=0.001, **options)
     assert "attention backward" in estimate.moment
-    assert estimate.total == pytest.approx(peak.total, rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("choice", "make"),
-    [
-        ({"optimizer": "sgd"}, lambda p: torch.optim.SGD(p, foreach=False)),
-        (
-            {"optimizer": "sgd", "momentum": 0.9},
-            lambda p: torch.optim.SGD(p, momentum=0.9, foreach=False),
-        ),
-        ({"optimizer": "adamw-foreach"}, lambda p: torch.optim.AdamW(p, foreach=True)),
-        ({"optimizer": "adamw-fused"}, lambda p: torch.optim.AdamW(p, fused=True)),
-    ],
-)
+@pytest.mark.parametrize("choice", OPTIMIZERS, ids=str)
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("seq_len", [8, 128])
-def test_estimate_for_other_optimizers_and_tied_weights(choice, make, tied, seq_len):
+def test_estimate_for_other_optimizers_and_tied_weights(choice, tied, seq_len):
     model = models.tiny_llama(
         layers=2, hidden=128, vocab=2048, intermediate=344, kv_heads=2, tied=tied
     )
+    options = dict(zip(("optimizer", "momentum"), choice, strict=False))
     ids = torch.randint(0, 2048, (1, seq_len))
-    peak = measured_peak(model, make(model.parameters()), ids)
-    estimate = accounting.estimate(
-        Shape.from_config(model.config),
-        batch_size=1,
-        seq_len=seq_len,
-        precision="float32",
-        **choice,
-    )
-    assert estimate.total == pytest.approx(peak.total, rel=0.01)
+    assert_estimated(model, ids, OPTIMIZERS[choice], **options)
 
 
 def test_estimate_on_the_real_size_of_smollm2():
@@ -430,17 +375,9 @@ def test_estimate_of_segments(segment):
         Segment(layers[i : i + segment]) for i in range(0, 8, segment)
     )
     model.config.num_hidden_layers = len(model.model.layers)
+    options = {"optimizer": "sgd", "checkpointing": segment, "shape": shape, "rel": 0.02}
     ids = torch.randint(0, 256, (4, 128))
-    peak = measured_peak(model, torch.optim.SGD(model.parameters(), foreach=False), ids)
-    estimate = accounting.estimate(
-        shape,
-        batch_size=4,
-        seq_len=128,
-        precision="float32",
-        optimizer="sgd",
-        checkpointing=segment,
-    )
-    assert estimate.total == pytest.approx(peak.total, rel=0.02)
+    assert_estimated(model, ids, lambda p: torch.optim.SGD(p, foreach=False), **options)
 
 
 def test_segments_of_one_are_every_layer():
@@ -450,24 +387,26 @@ def test_segments_of_one_are_every_layer():
     assert accounting.segment_lengths(9, 4) == [4, 4, 1]
 
 
-@pytest.mark.parametrize(
-    ("wrong", "says"),
-    [
-        ({"batch_size": 0}, "batch_size=0: give a whole number of at least 1"),
-        ({"seq_len": 1.5}, "seq_len=1.5: give a whole number of at least 1"),
-        ({"precision": "fp8"}, "'autocast-bf16'"),
-        ({"optimizer": "Adam"}, "'adamw'"),
-        ({"attention": "sdpa"}, "'fused'"),
-        ({"checkpointing": True}, "'per-layer'"),
-        ({"checkpointing": "best"}, "predict\\(\\)"),
-        ({"checkpointing": 5}, "checkpointing is 5.*from 1 to 4"),
-        ({"optimizer": "adafactor"}, "has no closed form"),
-        ({"momentum": 0.9}, "belongs to 'sgd'"),
-    ],
-)
-def test_a_wrong_choice_is_named_with_the_right_ones(wrong, says):
+WRONG = """
+batch_size=0 -> batch_size=0: give a whole number of at least 1
+seq_len=1.5 -> seq_len=1.5: give a whole number of at least 1
+precision="fp8" -> 'autocast-bf16'
+optimizer="Adam" -> 'adamw'
+attention="sdpa" -> 'fused'
+checkpointing=True -> 'per-layer'
+checkpointing="best" -> predict\\(\\)
+checkpointing=5 -> checkpointing is 5.*from 1 to 4
+optimizer="adafactor" -> has no closed form
+momentum=0.9 -> belongs to 'sgd'
+"""
+
+
+@pytest.mark.parametrize("row", WRONG.strip().splitlines())
+def test_a_wrong_choice_is_named_with_the_right_ones(row):
+    wrong, says = row.split(" -> ")
+    options = {"batch_size": 1, "seq_len": 8} | eval(f"dict({wrong})")
     with pytest.raises(ValueError, match=says):
-        accounting.estimate(SHAPES["tiny Llama"], **{"batch_size": 1, "seq_len": 8} | wrong)
+        accounting.estimate(SHAPES["tiny Llama"], **options)
 
 
 def test_the_closed_forms_are_attached_to_the_spellings_of_names():

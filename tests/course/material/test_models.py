@@ -22,6 +22,7 @@ from support.paths import ROOT
 from transformers import AutoTokenizer
 
 from gradmem_lib.course.material import models, texts
+from gradmem_lib.course.material.shapes import Shape
 
 OFFLINE = Path(__file__).parent / "offline"
 TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "ab"]
@@ -43,36 +44,26 @@ def parameters(model) -> int:
 # Tiny models.
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kv_heads", [None, 2])
-def test_a_tiny_llama_has_the_parameters_that_its_shape_says(tied, kv_heads):
-    layers, hidden, intermediate, vocab = 3, 64, 96, 100
-    model = models.tiny_llama(
-        layers=layers,
-        hidden=hidden,
-        heads=4,
-        kv_heads=kv_heads,
-        intermediate=intermediate,
-        vocab=vocab,
-        tied=tied,
-    )
-    key_value = hidden * (kv_heads or 4) // 4
-    block = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * intermediate + 2 * hidden
-    assert parameters(model) == layers * block + hidden + vocab * hidden * (1 if tied else 2)
-    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+SIZES = dict(layers=3, hidden=64, heads=4, vocab=100)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_tiny_gpt2_has_the_parameters_that_its_shape_says(tied):
-    layers, hidden, positions, vocab = 2, 32, 20, 50
-    model = models.tiny_gpt2(
-        layers=layers, hidden=hidden, heads=4, positions=positions, vocab=vocab, tied=tied
-    )
-    block = 12 * hidden * hidden + 13 * hidden
-    assert (
-        parameters(model)
-        == layers * block + 2 * hidden + (positions + vocab * (1 if tied else 2)) * hidden
-    )
+@pytest.mark.parametrize(
+    ("build", "more", "found"),
+    [
+        (models.tiny_llama, dict(intermediate=96), dict(intermediate=96, kv_heads=4)),
+        (models.tiny_llama, dict(kv_heads=2), dict(kv_heads=2)),
+        (models.tiny_gpt2, dict(positions=20), dict(positions=20, intermediate=256)),
+    ],
+)
+def test_a_tiny_model_has_the_sizes_that_are_asked_for(build, more, found, tied):
+    model = build(**SIZES, **more, tied=tied)
+    shape = vars(Shape.from_config(model.config))
+    wanted = SIZES | found | {"tied": tied}
+    assert {name: shape[name] for name in wanted} == wanted
+    assert parameters(model) == Shape(**shape).parameters
+    head = model.get_output_embeddings().weight
+    assert (head is model.get_input_embeddings().weight) == tied
     assert not any(module.p for module in model.modules() if isinstance(module, torch.nn.Dropout))
 
 

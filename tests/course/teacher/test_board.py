@@ -18,41 +18,11 @@ from gradmem_lib.course.catalogue import all_exercises
 from gradmem_lib.course.teacher import class_board
 from gradmem_lib.course.teacher.class_board import PLACES, Board
 
-WITHIN = {
-    "html",
-    "head",
-    "meta",
-    "title",
-    "style",
-    "body",
-    "h1",
-    "h2",
-    "h3",
-    "p",
-    "a",
-    "b",
-    "div",
-    "ul",
-    "li",
-    "table",
-    "thead",
-}
-WITHIN |= {
-    "tbody",
-    "tr",
-    "th",
-    "td",
-    "svg",
-    "desc",
-    "defs",
-    "rect",
-    "path",
-    "text",
-    "section",
-    "g",
-    "use",
-    "clippath",
-}
+TAGS = """
+    html head meta title style body h1 h2 h3 p a b div ul li section
+    table thead tbody tr th td svg desc defs rect path text g use clippath
+"""
+WITHIN = set(TAGS.split())
 
 
 class Parsed(HTMLParser):

@@ -110,7 +110,7 @@ def rows(n: int = 2, tokens: int = 64, vocabulary: int = 2048) -> torch.Tensor:
 
 def trained(model, optimizers, step, steps=STEPS):
     """``step(i)`` runs under a tracker."""
-    with MemoryTracker(model, optimizers, live=False) as tracker:
+    with MemoryTracker(model, optimizers) as tracker:
         for i in range(steps):
             step(i)
     return tracker
@@ -155,7 +155,7 @@ def trained_with(keep, steps: int = STEPS) -> MemoryTracker:
     """Train ``Net``; after each step ``keep(i, net, x, y, out, loss)`` runs."""
     net, x, y = Net(), torch.randn(512, 64), torch.randn(512, 64)
     optimizer = adamw(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         for i in range(steps):
             out = net(x)
             loss = F.mse_loss(out, y)

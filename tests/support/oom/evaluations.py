@@ -34,7 +34,7 @@ from gradmem_lib import MemoryTracker
 
 def evaluated(collect):
     model, ids, results = llama(), rows(), []
-    with MemoryTracker(model, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(model) as tracker, torch.no_grad():
         for _ in range(12):
             results.append(collect(model(input_ids=ids, use_cache=False)))
     return tracker
@@ -48,7 +48,7 @@ def logits_in_a_list(remedied=False):
 @has(COLLECTED)
 def logits_in_one_tensor(remedied=False):
     model, ids, gathered = llama(), rows(), None
-    with MemoryTracker(model, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(model) as tracker, torch.no_grad():
         for _ in range(12):
             logits = model(input_ids=ids, use_cache=False).logits
             logits = logits.argmax(-1) if remedied else logits
@@ -60,7 +60,7 @@ def logits_in_one_tensor(remedied=False):
 def second_list_of_outputs(remedied=False):
     """A test after a validation, whose outputs are gone by then."""
     net, data = Net(), torch.randn(512, 64)
-    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(net) as tracker, torch.no_grad():
         for x, batches in ((data, 5), (data[:256], 200)):
             kept = []
             for _ in range(batches):
@@ -147,7 +147,7 @@ def chain_of_forwards_after_each_step():
 def generation(remedied=False):
     model = llama(vocab=256)
     ids = rows(8 if remedied else 32, 8, 256)
-    with MemoryTracker(model, live=False) as tracker:
+    with MemoryTracker(model) as tracker:
         model.eval().generate(
             ids, max_new_tokens=40, min_new_tokens=40, use_cache=True, pad_token_id=0
         )
@@ -187,7 +187,7 @@ class Attends(nn.Module):
 @has(GENERATION)
 def beams(remedied=False):
     net, n = Attends(), 4 if remedied else 32
-    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(net) as tracker, torch.no_grad():
         x = torch.randn(n, 1, 64)
         for _ in range(40):
             x = net(x)
@@ -255,6 +255,6 @@ def evaluation_of_a_trainer(remedied="", batch=2):
             preprocess_logits_for_metrics=keep_less,
         )
         trainer.log = lambda *given, **named: None
-        with MemoryTracker(model, live=False) as tracker:
+        with MemoryTracker(model) as tracker:
             trainer.evaluate()
     return tracker

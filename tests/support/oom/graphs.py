@@ -59,7 +59,7 @@ def validation_before_the_backward(remedied=False):
 def sampling_with_gradients(remedied=False):
     """A denoiser that is called again and again with its own output."""
     net, x = Net(), torch.randn(512, 64)
-    with MemoryTracker(net, live=False) as tracker, torch.set_grad_enabled(not remedied):
+    with MemoryTracker(net) as tracker, torch.set_grad_enabled(not remedied):
         for _ in range(10):
             x = x - 0.1 * net(x)
     return tracker
@@ -93,7 +93,7 @@ def predictions_of_a_function(remedied=False):
     def model(x):
         return (x @ weights[0]).relu() @ weights[1]
 
-    with MemoryTracker(optimizer=optimizer, live=False) as tracker:
+    with MemoryTracker(optimizer=optimizer) as tracker:
         for _ in range(4):
             updated(model(torch.randn(64, 64)).square().mean(), optimizer)
         with torch.set_grad_enabled(not remedied):
@@ -454,7 +454,7 @@ def outputs_of_the_step_before(remedied=False):
     """A model that returns what its layers have computed. ``remedied``: the variable is deleted."""
     net, x = ReturnsItsStates(), torch.randn(256, 64)
     optimizer = sgd(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         for _ in range(2):
             out = net(x)
             updated(out["logits"].square().mean(), optimizer)

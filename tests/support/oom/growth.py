@@ -264,7 +264,7 @@ def masks_of_all_lengths(remedied=False):
 def jacobian_of_a_batch(remedied=False):
     """The derivative of each row's output by every row's input: most of it is zeros."""
     net, x = Net(64), torch.randn(32, 64)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         if remedied:
             for row in x:
                 torch.autograd.functional.jacobian(net, row).square().sum()

@@ -51,7 +51,7 @@ def data_set_beside_an_evaluation(remedied=False):
     """All rows are on the device during the steps; an evaluation without them comes first."""
     net = Net()
     optimizer = sgd(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         with torch.no_grad():
             net(torch.randn(4096, 64))
         data = None if remedied else torch.zeros(65_536, 64)
@@ -66,7 +66,7 @@ def empty_replay_buffer(remedied=False):
     """It is made at once for all steps, and filled row by row. ``remedied``: off the card."""
     net = Net(64)
     optimizer = sgd(net)
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         buffer = None if remedied else torch.zeros(20_000, 64)
         for i in range(6):
             if remedied:
@@ -357,7 +357,7 @@ def volume_of_windows(remedied=False):
     """The scores of a whole volume, summed up window by window. ``remedied``: not on the card."""
     net = nn.Conv3d(1, 8, 3, padding=1)
     volume = torch.randn(1, 1, 16, 16, 128)
-    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(net) as tracker, torch.no_grad():
         scores = None if remedied else torch.zeros(1, 8, 16, 16, 128)
         for start in range(0, 128, 16):
             part = net(volume[..., start : start + 16])
@@ -373,7 +373,7 @@ def large_vocabulary(remedied=False):
     recipe = Recipe(chunked_loss=remedied, optimizer="sgd")
     made = prepare(llama(), recipe)
     ids = rows(8, 128)
-    with MemoryTracker(made.model, made.optimizer, live=False) as tracker:
+    with MemoryTracker(made.model, made.optimizer) as tracker:
         for _ in range(2):
             step(made.model, made.optimizer, {"input_ids": ids, "labels": ids}, recipe)
     return tracker
@@ -437,7 +437,7 @@ def scores_that_are_dropped(remedied=False):
 @has()
 def square_images():
     net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         net(torch.randn(8, 3, 32, 32)).softmax(1).sum().backward()
     return tracker
 

@@ -41,7 +41,7 @@ def trained_beside(make, after=None, net=None, made_before=False, steps=2):
     net = Net(2048) if net is None else net
     optimizer, x = sgd(net), torch.randn(16, 64)
     kept = make(net) if made_before else None
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         if not made_before:
             kept = make(net)
         for _ in range(steps):
@@ -213,7 +213,7 @@ def sharpness_aware(remedied=False):
 def noise_of_the_weights_shapes():
     """Evolution: random numbers for all weights, made again in each step."""
     net, x = Net(1024), torch.randn(16, 64)
-    with MemoryTracker(net, live=False) as tracker, torch.no_grad():
+    with MemoryTracker(net) as tracker, torch.no_grad():
         for _ in range(4):
             noise = [2 * torch.randn_like(parameter) for parameter in net.parameters()]
             for parameter, change in zip(net.parameters(), noise, strict=True):
@@ -248,7 +248,7 @@ def first_step(remedied=False, steps=2, given=False):
 
     if given:
         run()
-    with MemoryTracker(net, optimizer, live=False) as tracker:
+    with MemoryTracker(net, optimizer) as tracker:
         for _ in range(steps):
             run()
     return tracker
@@ -268,7 +268,7 @@ def momentum_sgd():
 def double_weights(remedied=False):
     net = Net(4096) if remedied else Net(4096).double()
     x = torch.randn(8, 64, dtype=net.body[0].weight.dtype)
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for _ in range(2):
             net(x).sum().backward()
             net.zero_grad()
@@ -283,7 +283,7 @@ def frozen_float32(remedied=False):
     x = torch.randn(8, 64)
     if remedied:
         net, x = net.bfloat16(), x.bfloat16()
-    with MemoryTracker(net, live=False) as tracker:
+    with MemoryTracker(net) as tracker:
         for _ in range(2):
             net(x).sum().backward()
     return tracker

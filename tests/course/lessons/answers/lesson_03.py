@@ -211,9 +211,10 @@ WRONG = {
         "(loss / total) → (loss / max(1, mean))",
         "mean = 0.0 → mean, kept = 0.0, []\n"
         "(loss / total).backward() → (loss / total).backward(retain_graph=True); kept += [loss]",
-        "loss, _ → loss, count\n"
-        "(loss / total).backward() → if not count: break\n"
-        "mean += → (loss / total).backward(); mean +=",
+        """\
+loss, _ → loss, count
+(loss / total).backward() → if not count: break
+mean += → (loss / total).backward(); mean +=""",
     ],
     "3.4": [
         keeps_losses_with_graphs,
