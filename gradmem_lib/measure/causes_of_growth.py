@@ -254,12 +254,15 @@ def _group(rounds: list[list[Holder]], unit: str, facts: Facts) -> Group | None:
         return None
     each = total(old) // len(rounds)
     held, _ = largest_held(old)
-    outer = min((holder.keeper.box for holder in old), key=len)
+    outer = min(old, key=lambda holder: len(holder.keeper.box)).keeper.box
     if outer and held.box.startswith(outer + EACH):
         held = held._replace(path=outer, box=outer)
-    slices = [holder.nbytes // holder.keeper.part for holder in old if holder.keeper.part > 1]
+    slices = 0  # bytes of their own
+    for holder in old:
+        if holder.keeper.part > 1:
+            slices += holder.nbytes // holder.keeper.part
     changes: dict[str, Any] = {"growing": old, "lines": lines_of_results(old, facts)}
-    changes["stays"] = sum(slices)
+    changes["stays"] = slices
     if not in_an_evaluation:
         changes["needed_in"] = "round" if any(h.is_of_training for h in old) else unit
     by = "something that has no name"
