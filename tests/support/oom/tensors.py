@@ -459,7 +459,6 @@ def own_softmax(remedied=False):
     return trains(project, loss, adamw)
 
 
-@has(SCORES, says="give it four")
 def attention_of_three_dimensions(remedied=False):
     """PyTorch's own attention, whose inputs have no dimension for heads."""
     project, x = nn.Linear(16, 48), torch.randn(4, 96, 16)
@@ -471,6 +470,10 @@ def attention_of_three_dimensions(remedied=False):
         return F.scaled_dot_product_attention(q, k, v).square().mean()
 
     return trains(project, loss, steps=2)
+
+
+if not torch._fused_sdp_choice(*3 * [torch.zeros(4, 96, 16)]):  # before PyTorch 2.14
+    has(SCORES, says="give it four")(attention_of_three_dimensions)
 
 
 @has(DOUBLE)
