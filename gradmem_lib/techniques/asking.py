@@ -73,18 +73,19 @@ class Question:
         for number in count():
             if not self.processes.sums(number < len(batches))[0]:
                 break
-            if batches:  # a process that has no more repeats its last one
-                found.append(self._observe(batches[min(number, len(batches) - 1)]))
-        return found[: len(batches)]
-
-    def _observe(self, batch: Any) -> Observation:
-        try:
-            try:
-                return Observation(self.ask(batch), None)
-            except Exception:
+            now = batches[number : number + 1] or batches[-1:]  # none, if there are no batches
+            answers = list(map(self._answer, now))
+            has_failed = any(answer.error is not None for answer in answers)
+            if self.processes.sums(has_failed)[0]:
                 # Some losses need a graph: a gradient penalty, or forces.
                 with torch.enable_grad():
-                    return Observation(self.ask(batch), None)
+                    answers = list(map(self._answer, now))
+            found += answers
+        return found[: len(batches)]
+
+    def _answer(self, batch: Any) -> Observation:
+        try:
+            return Observation(self.ask(batch), None)
         except Exception as error:  # the loss's own code may raise anything
             return Observation(math.nan, error)
 
