@@ -154,17 +154,37 @@ class _Optimizers(Rows):
                 "prepare makes the optimizer: give the class, or functools.partial of it with its "
                 f"settings, as optimizer={type(value).__name__}"
             )
-        if not callable(value):
+        made = getattr(value, "func", value)  # of a partial
+        if not isinstance(made, type) or not hasattr(made, "add_param_group"):
             return super().__missing__(value)
-        if {"lr", "weight_decay"} & set(getattr(value, "keywords", ())):
+        given = set(getattr(value, "keywords", ()))
+        if {"lr", "weight_decay"} & given:
             raise ValueError(
-                "give lr and weight_decay to prepare or make_trainer, and not to a partial"
+                "give lr and weight_decay to prepare or make_trainer, and not to functools.partial"
             )
-        parameters = inspect.signature(value).parameters
         settings = {}
-        if "foreach" in parameters and parameters["foreach"].default is None:
+        if "foreach" in _names_of_arguments(made) - given:
             settings["foreach"] = False  # as in every row: torch would choose it by device
-        return OptimizerSpec(str(value), value, Bytes(), Bytes(), settings)
+        return OptimizerSpec(
+            made.__name__,
+            value,
+            Bytes(),
+            Bytes(),
+            settings,
+            no_master=f"no float32 masters are kept for the class {made.__name__}: choose "
+            "optimizer='adamw', or another precision",
+        )
+
+
+def _names_of_arguments(made: type) -> set[str]:
+    """The arguments of a class, also those that it hands on to the classes it is made from."""
+    names = set[str]()
+    for one in made.__mro__:
+        parameters = inspect.signature(one.__init__).parameters  # type: ignore[misc]
+        names |= set(parameters)
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+            break
+    return names
 
 
 OPTIMIZERS: dict[Any, OptimizerSpec] = _Optimizers(

@@ -7,10 +7,10 @@ from typing import Any
 # What other libraries and people call each of this library's words.
 _WORDS = {
     "adamw": "adamw_torch adamw_hf paged_adamw_32bit",
-    "adamw-8bit": "bnb 8bit",
-    "adamw-fused": "adamw_torch_fused fused",
+    "adamw-8bit": "8bit 8bit-adam 8bit-adamw bnb",
+    "adamw-fused": "adamw_torch_fused fused fused-adam fused-adamw",
     "autocast-bf16": "amp autocast bf16-mixed mixed mixed-bf16",
-    "autocast-fp16": "16 16-mixed float16 fp16 half mixed-fp16",
+    "autocast-fp16": "16 16-mixed float16 fp16 fp16-mixed half mixed-fp16",
     "bf16": "bf16-true bfloat16",
     "cuda": "gpu",
     "ddp": "data-parallel distributeddataparallel dp no-shard",
@@ -20,7 +20,7 @@ _WORDS = {
     "fp16": "float16 half",
     "fsdp": "full-shard fully-shard hsdp hybrid-shard stage3 zero-3 zero3",
     "flash_attention_2": "fa2 flash-attention flash-attn flash2",
-    "fused": "efficient flash mem-efficient sdp xformers",
+    "fused": "efficient flash mem-efficient memory-efficient sdp xformers",
     "mlp": "feed-forward ffn",
     "nf4": "4-bit 4bit bnb int4",
     "nf4-double": "double-quant",

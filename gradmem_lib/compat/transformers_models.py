@@ -89,3 +89,10 @@ def attention_by_values(
         undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", are_packed))
         undo.enter_context(patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", left_out))
         yield name
+
+
+def prepared_inputs(trainer: Any, batch: Any) -> Any:
+    """``batch`` as ``trainer``'s ``compute_loss`` gets it: on its device, and as a subclass makes
+    it. transformers 5.
+    """
+    return trainer._prepare_inputs(batch)

@@ -129,8 +129,12 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
             found[place] = holders
     for place in sorted(found, key=str, reverse=True):
         outer = place[0], str(place[1]).partition(EACH)[0]
-        if outer != place and outer in found:  # of a list in each entry of a list that grows too
-            found[outer] += found.pop(place)
+        if outer == place or outer not in found:
+            continue
+        both = found[outer] + found[place]  # a list in each entry of a list that grows too
+        if _kept(outer, both, facts) is not None:
+            found[outer] = both
+            del found[place]
     return _largest(_kept(place, holders, facts) for place, holders in found.items())
 
 
@@ -231,7 +235,7 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
 
 def _ends(place: tuple, group: list[Holder], facts: Facts) -> bool:
     """Whether these are known to become no more."""
-    copies = [holder for holder in group if _what_it_is(holder) == "parameters"]
+    copies = [h for h in group if _what_it_is(h) == "parameters" and not h.is_of_training]
     is_empty_later = not any(map(facts.is_there_at_the_end, group))
     if is_empty_later and 2 * total(copies) > total(group):
         return True  # copies of a round, which are averaged at its end

@@ -636,8 +636,11 @@ def _of_a_tensor(thing: torch.Tensor) -> Iterator[Edge]:
 
 def _of_an_optimizer(thing: Optimizer) -> Iterator[Edge]:
     for name, value in list(_attributes(thing).items()):
-        if name != "state":
+        if name == "param_groups":
             yield Edge(f".{name}", value, "optimizer")
+            continue
+        if name != "state":
+            yield Edge(f".{name}", value)
             continue
         for state in list(value.values()):
             if not isinstance(state, dict):

@@ -88,8 +88,10 @@ class Report:
         ended_by: BaseException | None = None,
     ) -> Report:
         measured: ScriptTracker | BudgetExceeded = tracker
+        holders = tracker.holders()
         if isinstance(ended_by, BudgetExceeded) and ended_by.snapshot.total < tracker.peak.total:
-            measured = ended_by  # the script has survived the highest moment, and not this one
+            # The script has survived the highest moment, and not this one.
+            measured, holders = ended_by, ended_by.everything
         return cls(
             title=title,
             budget=tracker.budget,
@@ -100,7 +102,7 @@ class Report:
             timeline=tracker.timeline,
             moment_peaks=tracker.moment_peaks,
             step_peaks=tracker.step_peaks,
-            groups=grouped(tracker.holders()),
+            groups=grouped(holders),
             notes=tracker.notes,
             host=tracker.host,
             growing_graph=tracker.growing_graph,

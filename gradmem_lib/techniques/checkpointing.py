@@ -26,7 +26,7 @@ from bisect import bisect
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import copy
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from itertools import accumulate
 from typing import Any
 
@@ -320,9 +320,11 @@ def _for_the_next_layer(i: int, out: Any) -> Any:
         return view
 
     handed_on = tree_map_only(Tensor, hand_on, out)
-    if handed_on is out and is_dataclass(out):
+    if handed_on is out and is_dataclass(out):  # which torch does not look into
         handed_on = copy(out)
-        vars(handed_on).update(tree_map_only(Tensor, hand_on, vars(out)))
+        for field in fields(out):
+            inside = tree_map_only(Tensor, hand_on, getattr(out, field.name))
+            object.__setattr__(handed_on, field.name, inside)  # also of a frozen one
     return handed_on
 
 

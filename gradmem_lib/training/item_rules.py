@@ -153,13 +153,17 @@ def rules_of(items: Any) -> list[Rule]:
     def not_ignored(model: nn.Module, batch: Any) -> Tensor:
         return entry(batch) != IGNORED
 
-    def weights(start: int) -> Rule:
-        return lambda model, batch: entry(batch)[..., start:].sum().item()
+    def weights(model: nn.Module, batch: Any) -> float:
+        return entry(batch).sum().item()
+
+    def weights_after_shift(model: nn.Module, batch: Any) -> float | None:
+        found = entry(batch)
+        return found[:, 1:].sum().item() if found.dim() > 1 else None
 
     if callable(items):
         return [said]
     # after the shift too: a mask of targets is as long as the labels
-    return [each(not_ignored), after_shift(not_ignored), weights(0), weights(1)]
+    return [each(not_ignored), after_shift(not_ignored), weights, weights_after_shift]
 
 
 def count_by(rule: Rule, model: nn.Module, batch: Any) -> int | float:

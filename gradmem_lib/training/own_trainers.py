@@ -14,11 +14,13 @@ from itertools import islice
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 from accelerate.data_loader import IterableDatasetShard
 from torch import Tensor
 from transformers import Trainer
 
+from ..compat.transformers_models import prepared_inputs
 from ..techniques.asking import RANDOM, SAME_ROWS, asking, first_line
 from ..techniques.data_parallel import Processes
 from .probe_rows import MOST_ROWS
@@ -39,12 +41,12 @@ def check_accumulation(trainer: Trainer) -> None:
     """Raise ``ValueError`` if the loss of ``trainer`` is another one in pieces.
 
     The first four rows of its training data (of several processes, at least one for each) go
-    through its collator and its ``training_step``: together, as the step of one process without
-    accumulation, and in pieces, as a step of all processes whose micro-batches have one row each.
-    These are forwards in eval mode, without gradients, with a few other numbers in the trained
-    weights. Afterwards the weights, the random numbers and the model's mode are as before; what
-    ``compute_loss`` keeps besides, such as metrics, has seen these rows. All processes call this
-    together. Nothing is asked where nothing is cut: in one process with
+    through its collator and its ``compute_loss``, or a ``training_step`` of its own: together, as
+    the step of one process without accumulation, and in pieces, as a step of all processes whose
+    micro-batches have one row each. These are forwards in eval mode, without gradients, with a few
+    other numbers in the trained weights. Afterwards the weights, the random numbers and the model's
+    mode are as before; what these methods change besides, such as metrics, has seen these rows. All
+    processes call this together. Nothing is asked where nothing is cut: in one process with
     ``gradient_accumulation_steps=1``.
     """
     args = trainer.args
@@ -116,7 +118,7 @@ def _advice(together: float, in_pieces: float, trainer: Trainer) -> str:
         "set loss_is_scaled_for_ga = False in the class if compute_loss returns the mean of its "
         "micro-batch, since nobody divides",
     )
-    if _divides(trainer):
+    if _divides(trainer, items=True):
         by_pieces = (
             1 / pieces,
             "set loss_is_scaled_for_ga = True in the class, or leave the division to Trainer, "
@@ -171,36 +173,68 @@ def _in_processes(trainer: Trainer, processes: int) -> Iterator[None]:
 
 
 def _loss_of_a_step(trainer: Trainer, micro_batches: list[Any]) -> float:
-    """The loss whose gradient ``trainer`` steps with: the sum of all that its ``training_step``,
-    which may be its own, calls ``backward()`` of.
-    """
-    model, device, steps = trainer.model, trainer.args.device, len(micro_batches)
+    """The loss whose gradient ``trainer`` steps with, as its ``training_step`` makes it."""
+    device, steps = trainer.args.device, len(micro_batches)
+    losses_of = _losses_of_trainer
+    if type(trainer).training_step is not Trainer.training_step:
+        losses_of = _losses_of_own_step
     losses: list[float] = []
     with ExitStack() as undo:
-        for owner, name, value in (
-            (trainer, "current_gradient_accumulation_steps", steps),
-            (trainer.args, "gradient_accumulation_steps", steps),
-            (trainer.accelerator, "scaler", None),
-            (model, "train", lambda mode=True: model),  # no dropout
-            (Tensor, "backward", lambda loss, *given, **named: losses.append(loss.item())),
+        for owner, name in (
+            (trainer, "current_gradient_accumulation_steps"),
+            (trainer.args, "gradient_accumulation_steps"),
         ):
-            undo.enter_context(patch.object(owner, name, value, create=True))
+            undo.enter_context(patch.object(owner, name, steps, create=True))
         batches, items = trainer.get_batch_samples(iter(micro_batches), steps, device)
         for number, batch in enumerate(batches, 1):
-            trainer.training_step(model, batch, items)
+            losses += losses_of(trainer, batch, items)
             if not math.isfinite(sum(losses)):
+                wrong = next(loss for loss in losses if not math.isfinite(loss))
                 raise _NotFinite(
                     "look for very large or missing numbers: of the first rows of the training "
-                    f"data, micro-batch {number} of {steps} has the loss {losses[-1]}"
+                    f"data, micro-batch {number} of {steps} has the loss {wrong}"
                 )
     if not losses:
         raise ValueError("no call of backward() in training_step")
     return sum(losses)
 
 
-def _divides(trainer: Trainer) -> bool:
-    """Whether ``Trainer`` divides the loss by the micro-batches, if the rows have labels."""
+def _losses_of_trainer(trainer: Trainer, batch: Any, items: Any) -> list[float]:
+    """What ``Trainer``'s own step calls ``backward`` of."""
+    inputs = dict(prepared_inputs(trainer, batch))
+    with trainer.compute_loss_context_manager():
+        loss = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
+    pieces = 1
+    if _divides(trainer, items):
+        pieces = trainer.current_gradient_accumulation_steps
+    return [loss.item() / pieces]
+
+
+def _losses_of_own_step(trainer: Trainer, batch: Any, items: Any) -> list[float]:
+    """What a ``training_step`` of the class's own calls ``backward`` of."""
+    losses: list[float] = []
+    model = trainer.model
+
+    def backward(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        losses.append(loss.item())
+
+    with ExitStack() as undo:
+        for owner, name, value in (
+            (model, "train", lambda mode=True: model),  # no dropout
+            (trainer.accelerator, "scaler", None),
+            (torch.autograd, "backward", backward),  # which Tensor.backward calls
+        ):
+            undo.enter_context(patch.object(owner, name, value, create=True))
+        trainer.training_step(model, batch, items)
+    return losses
+
+
+def _divides(trainer: Trainer, items: Any) -> bool:
+    """Whether ``Trainer`` divides the loss by the micro-batches. ``items``: those of the step;
+    ``None`` if the rows have no labels.
+    """
     said = getattr(trainer, "loss_is_scaled_for_ga", None)  # since transformers 5
     if said is not None:
         return not said
-    return not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None
+    takes_items = trainer.model_accepts_loss_kwargs and items is not None
+    return not takes_items and trainer.compute_loss_func is None

@@ -110,7 +110,7 @@ def ask(
     def loss(batch: Any) -> float:
         value = loss_of(model, batch)
         dtypes.add(value.dtype)
-        return float(value)
+        return value.item()
 
     lists = []
     for batch in batches:

@@ -177,8 +177,8 @@ class Recipe:
         if self.momentum and not row.takes_momentum:
             takers = [repr(name) for name, other in OPTIMIZERS.items() if other.takes_momentum]
             raise ValueError(
-                f"momentum={self.momentum} is not for {self.optimizer!r}: leave it out, or "
-                f"choose optimizer={' or '.join(takers)}"
+                f"momentum={self.momentum} is not for {self.optimizer!r}: leave it out (for a "
+                f"class, use functools.partial), or choose optimizer={' or '.join(takers)}"
             )
         exact = self.precision is not None and PRECISIONS[self.precision].exact_weights
         if row.rounds_by_chance and exact:
@@ -194,8 +194,8 @@ class Recipe:
             )
         if self.fully_sharded and not row.steps_shards:
             raise ValueError(
-                f"{self.optimizer} works on whole weights, or takes means over rows and columns, "
-                f"and sharding={self.sharding!r} leaves each rank some of the rows: choose "
+                f"{self.optimizer} may need whole weights, or means over rows and columns, and "
+                f"sharding={self.sharding!r} leaves each rank some of the rows: choose "
                 "sharding='zero1' with it, or optimizer='adamw'"
             )
         copies = self.sharding is not None and not self.shards_states

@@ -193,7 +193,7 @@ class RecipeTrainer(Trainer):
             if self.recipe.chunked_loss:
                 outputs = {"loss": chunked_loss(self.model, inputs)}
             elif self.compute_loss_func is not None:
-                labels = {"labels": None, **inputs}["labels"]
+                labels = inputs.get("labels")
                 outputs = model(**{n: v for n, v in inputs.items() if n != "labels"})
                 items = torch.tensor(count_items(self.model, inputs))
                 loss = self.compute_loss_func(outputs, labels, num_items_in_batch=items)

@@ -87,6 +87,12 @@ def training_arguments(recipe: Recipe, micro_batch: int, given: dict[str, Any]) 
     given = _in_trainers_words(given)
     chosen = arguments(recipe, micro_batch)
     decided = {"bf16": False, "fp16": False, CHECKPOINTING_ARGUMENT: False} | chosen
+    of_adam = [name for name in given if name.startswith("adam_")]
+    if of_adam and not isinstance(recipe.optimizer, str):
+        raise ValueError(
+            f"{', '.join(of_adam)}: give a class its settings as optimizer=functools.partial(...), "
+            "as they are called there"
+        )
     for name, value in given.items():
         if name in REFUSED_ARGUMENTS and value:
             raise ValueError(

@@ -109,8 +109,14 @@ class Out:
     hidden: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    hidden: torch.Tensor
+
+
 CONTAINERS = {
     "dataclass": (Out, lambda out: out.hidden),
+    "frozen dataclass": (Fixed, lambda out: out.hidden),
     "dict": (lambda x: {"hidden": x}, lambda out: out["hidden"]),
     "list": (lambda x: [x], lambda out: out[0]),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from gradmem_lib import GradScaler, LoRALinear, Recipe, merge_adapters, prepare, step
+from gradmem_lib import (
+    GradScaler,
+    LoRALinear,
+    Recipe,
+    make_trainer,
+    merge_adapters,
+    prepare,
+    step,
+)
 
 RATE, FALLING = 1e-3, 4
 LLAMA = {"layers": 1, "hidden": 32, "intermediate": 48, "vocab": 64}
@@ -183,3 +192,16 @@ def test_merged_weights_are_the_nearest():
     merged = merge_adapters(nn.Sequential(layer))[0].weight
     # float32 is rounded to bf16 in turn: one in 65,536 may lie on the other side of the middle.
     assert (merged != exact.bfloat16()).float().mean() < 1e-3
+
+
+class HandsOn(torch.optim.AdamW):
+    def __init__(self, params, lr, **settings):
+        super().__init__(params, lr, **settings)
+
+
+@pytest.mark.parametrize("made", [torch.optim.SGD, HandsOn, partial(HandsOn, eps=1e-6)])
+def test_a_class_steps_one_parameter_after_another_as_its_prediction_does(made, tmp_path):
+    recipe = Recipe(precision=None, optimizer=made)
+    assert prepare(one_weight(0.0), recipe).optimizer.defaults["foreach"] is False
+    with pytest.raises(ValueError, match="give a class its settings as optimizer=functools"):
+        make_trainer(small(layers=1), recipe, batch_size=1, output_dir=tmp_path, betas=(0.8, 0.9))
