@@ -115,8 +115,8 @@ BY_CHANCE = {"rounds_by_chance": True}
 REFUSED = [
     ({}, {"momentum": 0.9}, "choose optimizer='sgd'"),
     ({}, {"precision": "float32-master"}, "float32-master is written for AdamW"),
-    ({}, {"sharding": "fsdp"}, "one-moment works on whole weights"),
-    ({}, {"sharding": "zero2"}, "one-moment works on whole weights"),
+    ({}, {"sharding": "fsdp"}, "one-moment may need whole weights"),
+    ({}, {"sharding": "zero2"}, "one-moment may need whole weights"),
     (BY_CHANCE, {"precision": "float32"}, "one-moment rounds .*by chance"),
     (BY_CHANCE, {"precision": "autocast-fp16"}, "one-moment rounds .*by chance"),
     (BY_CHANCE, {"precision": "bf16", "sharding": "ddp"}, "one-moment rounds .*by chance"),
