@@ -67,8 +67,8 @@ OF_A_REFERENCE = (
     "its adapters is the reference."
 )
 FROM_BEFORE = (
-    "if this is a loaded checkpoint, `del` it after load_state_dict, and load it to the host: "
-    "torch.load(..., map_location='cpu')."
+    "if this is a loaded checkpoint, load it to the host (torch.load(..., map_location='cpu')), and"
+    " `del` it after load_state_dict."
 )
 OF_AN_AVERAGE = (
     " If it is an average of the weights (an EMA), keep it on the host: parameter.detach().cpu()."
