@@ -104,7 +104,6 @@ def test_the_wheel_finds_what_it_carries_away_from_the_repository(built, tmp_pat
     code = """if True:
         import sys
         from pathlib import Path
-from unittest.mock import Mock
         from gradmem_lib.course.machine import course_files
         from gradmem_lib.course.setup import lab
         assert not course_files.in_checkout(), course_files.__file__
