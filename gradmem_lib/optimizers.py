@@ -146,7 +146,9 @@ _ADAMW = OptimizerSpec(
 
 
 class _Optimizers(Rows):
-    """A class has a row too, of what its arguments say: a plan does not compare its bytes."""
+    """A class has a row too, made from its arguments. How many bytes its states take is not in it:
+    a prediction traces a step, and plans choose among the named optimizers only.
+    """
 
     def __missing__(self, value: Any) -> Any:
         if hasattr(value, "param_groups"):

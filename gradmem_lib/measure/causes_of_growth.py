@@ -127,15 +127,22 @@ def _kept_by_a_name(free: Sequence[Holder], facts: Facts) -> Group | None:
     for place, holders in _by_place(free).items():
         if _kept(place, holders, facts) is not None:
             found[place] = holders
-    for place in sorted(found, key=str, reverse=True):
-        outer = place[0], str(place[1]).partition(EACH)[0]
+    _join_to_outer_lists(found, facts)
+    return _largest(_kept(place, holders, facts) for place, holders in found.items())
+
+
+def _join_to_outer_lists(found: dict[tuple, list[Holder]], facts: Facts) -> None:
+    """Where a list grows, and a list in each of its entries too, the outer one keeps both."""
+    innermost_first = sorted(found, key=str, reverse=True)
+    for place in innermost_first:
+        where, inside = place[0], str(place[1])
+        outer = where, inside.partition(EACH)[0]
         if outer == place or outer not in found:
             continue
-        both = found[outer] + found[place]  # a list in each entry of a list that grows too
+        both = found[outer] + found[place]
         if _kept(outer, both, facts) is not None:
             found[outer] = both
             del found[place]
-    return _largest(_kept(place, holders, facts) for place, holders in found.items())
 
 
 def _full(free: Sequence[Holder], facts: Facts) -> Group | None:
@@ -355,7 +362,8 @@ def _by_forward(holders: list[Holder], facts: Facts) -> list[list[Holder]]:
     for holder in sorted(holders, key=lambda holder: holder.first_sample):
         begun = facts.maker_of(holder)
         if begun is None and holder.made_in == EVALUATION:
-            # A long run's list has only the last forwards: each has made one tensor of a kind.
+            # A long run's list has only the last forwards. The n-th tensor of a kind is taken for
+            # one of the n-th forward before them.
             kind = (holder.module, *_made(holder))
             forgotten[alike[kind]].append(holder)
             alike[kind] += 1

@@ -45,7 +45,9 @@ from .recorders import recorder_class
 from .running_loop import RunningLoop
 from .surroundings import left_alone
 
-ANY_NUMBER = 2.0  # that a fake tensor has: as the counters of steps, in a second one
+# What is read as a number from a fake tensor. A counter of steps is 2 in the second step; with 1,
+# as in a first one, NAdam divides by 0.
+ANY_NUMBER = 2.0
 
 
 def traced(

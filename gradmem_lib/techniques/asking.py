@@ -77,7 +77,8 @@ class Question:
             answers = list(map(self._answer, now))
             has_failed = any(answer.error is not None for answer in answers)
             if self.processes.sums(has_failed)[0]:
-                # Some losses need a graph: a gradient penalty, or forces.
+                # Some losses need a graph: a gradient penalty, or forces. All processes ask again,
+                # since they run each forward together.
                 with torch.enable_grad():
                     answers = list(map(self._answer, now))
             found += answers

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from ..compat.modules import call_override, original_call
-from ..compat.trees import tree_map_only
+from ..compat.trees import tree_map
 from ..hf_names import LAYER_SWITCH, OUTPUTS_OF_EACH_LAYER
 from ..measure.storages import tensors_in
 from ..model.layers import Named, find_layers, layers_in
@@ -80,8 +80,9 @@ def checkpoint_layers(
 
     The first layer of a segment runs all of it, and the others hand on its output. Calls that do
     not fit are refused, and so is the gradient of an output inside a segment, which is the
-    segment's: of a forward that ends there, or that collects outputs. If outputs are detached, that
-    is not seen: checkpoint such layers one by one (``every=1``).
+    segment's: of a forward that ends there, or that collects outputs. If outputs are detached, or
+    in an object that is no dataclass, that is not seen: checkpoint such layers one by one
+    (``every=1``).
 
     Modules, parameters and state dicts do not change, and layers in eval mode or without gradients
     run as before. Hooks on a layer fire each time that it runs (the last layer of a recomputation
@@ -312,20 +313,20 @@ def _for_the_next_layer(i: int, out: Any) -> Any:
             f"layer {i + 1}, and a layer inside a segment returns the output of the segment"
         )
 
-    def hand_on(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad:
-            return tensor
-        view = tensor.view_as(tensor)
-        view.register_hook(refuse)
-        return view
+    def hand_on(part: Any) -> Any:
+        if isinstance(part, Tensor) and part.requires_grad:
+            view = part.view_as(part)
+            view.register_hook(refuse)
+            return view
+        if is_dataclass(part) and not isinstance(part, type):  # torch's trees end at them
+            handed_on = copy(part)
+            for field in fields(part):
+                inside = tree_map(hand_on, getattr(part, field.name))
+                object.__setattr__(handed_on, field.name, inside)  # also of a frozen one
+            return handed_on
+        return part
 
-    handed_on = tree_map_only(Tensor, hand_on, out)
-    if handed_on is out and is_dataclass(out):  # which torch does not look into
-        handed_on = copy(out)
-        for field in fields(out):
-            inside = tree_map_only(Tensor, hand_on, getattr(out, field.name))
-            object.__setattr__(handed_on, field.name, inside)  # also of a frozen one
-    return handed_on
+    return tree_map(hand_on, out)
 
 
 def checkpoints_of(model: nn.Module) -> list[_LayerCalls]:

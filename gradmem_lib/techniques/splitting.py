@@ -63,8 +63,8 @@ def count_rows(batch: Any) -> int:
     if len(rows) != 1:
         raise ValueError(
             f"cannot cut tensors of {sorted(rows)} rows into micro-batches: all tensors need the "
-            "same number of rows. Expand one that all rows share (positions.expand(8, -1)), or cut "
-            "the batch yourself, and give the pieces to accumulate_gradients"
+            f"same number of rows. Expand one that all rows share (positions.expand({max(rows)}, "
+            "-1)), or cut the batch yourself, and give the pieces to accumulate_gradients"
         )
     return rows.pop()
 

@@ -10,7 +10,8 @@ from .bars import plot_bar
 from .picture import Picture
 from .style import LIGHT, joined, style
 
-SIGNS = {True: ("✓", "#12806a"), False: ("✕", "#c4312b")}
+# The verdict as a sign, in its colour, and as it is read out.
+SIGNS = {True: ("✓", "#12806a", "right"), False: ("✕", "#c4312b", "not yet")}
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,8 @@ class MemoryFit:
         picture.alt = joined(self.title, picture.alt)
         x = 0.012
         if self.held and self.is_right is not None:
-            sign, color = SIGNS[self.is_right]
+            sign, color, words = SIGNS[self.is_right]
+            picture.alt = joined(words, picture.alt)
             plate = {"boxstyle": "circle,pad=0.2", "facecolor": color, "edgecolor": "none"}
             picture.write(0.016, 0.16, sign, color=LIGHT, bbox=plate)
             x = 0.045

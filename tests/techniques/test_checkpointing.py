@@ -117,6 +117,7 @@ class Fixed:
 CONTAINERS = {
     "dataclass": (Out, lambda out: out.hidden),
     "frozen dataclass": (Fixed, lambda out: out.hidden),
+    "dataclass in a list": (lambda x: [Out(x)], lambda out: out[0].hidden),
     "dict": (lambda x: {"hidden": x}, lambda out: out["hidden"]),
     "list": (lambda x: [x], lambda out: out[0]),
 }

@@ -168,6 +168,8 @@ def test_the_picture_shows_the_card_with_and_without_a_recipe():
     full = one.show(best)
     assert sum(full.parts().values()) == weighed.needs
     assert "left over" in str(full) and "★★★" in str(full)
+    assert full.picture().alt.startswith("right: 11.4 a 7B in 16 bits")
     against = one.show(LORA | {"quantized_base": True} | AGAIN | {"accumulation": 8})
     assert "condition is broken" in str(against) and "★" not in str(against)
+    assert against.picture().alt.startswith("not yet: ")
     assert sum(against.parts().values())
