@@ -14,7 +14,7 @@ from .picture import Picture
 from .style import COLORS, LIGHT, is_dark, joined, listed, scale_of, style
 
 LETTER = 0.0085  # of the axes' width: a letter in a bar
-LINE = 130  # characters of a sentence that fit below it
+LINE = 108  # characters of a sentence that fit below it
 
 
 @style()
@@ -36,10 +36,10 @@ def plot_bar(
     words = joined(label, f"{size} in all, of which {listed(parts)}.")
     words += f" Line: {card}, {format_bytes(limit)}."
     lines = [line for sentence in more for line in textwrap.wrap(sentence, LINE)]
-    picture = Picture(8.6, 1.78 + 0.19 * len(lines), alt=joined(words, *more, by=" "))
+    picture = Picture(8.6, 1.8 + 0.21 * len(lines), alt=joined(words, *more, by=" "))
     picture.categories(0.012, 1.6)
     for number, line in enumerate(lines, 1):
-        picture.write(0.012, 1.69 + 0.19 * number, line)
+        picture.write(0.012, 1.69 + 0.21 * number, line, fontsize=9.5)
     picture.write(0.012, 0.14, label)  # where no line crosses it
     ax = picture.panel(0.012, 0.97, 0.5, 1.15)
     top = 1.13 * max(total, limit, 1)

@@ -49,7 +49,7 @@ class MemoryFit:
             plate = {"boxstyle": "circle,pad=0.2", "facecolor": color, "edgecolor": "none"}
             picture.write(0.016, 0.16, sign, color=LIGHT, bbox=plate)
             x = 0.045
-        picture.write(x, 0.14, self.title, fontweight="bold")
+        picture.write(x, 0.14, self.title, fontsize=9.5, fontweight="bold")
         picture.plain_text = repr(self)
         return picture
 
