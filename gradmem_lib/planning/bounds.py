@@ -5,6 +5,7 @@ import numpy as np
 from ..measure.timeline import BY, PHASE
 from ..names import (
     ACTIVATIONS,
+    BACKWARD,
     FORWARD,
     GRADIENTS,
     OPTIMIZER,
@@ -14,9 +15,14 @@ from ..names import (
 )
 from ..techniques.schedules import first_layers
 from ..training.recipe import Recipe
-from .held import copied_bytes, saved_by_forward_per_token, saved_bytes_per_token
+from .held import FLOAT32, copied_bytes, saved_by_forward_per_token, saved_bytes_per_token
 from .options import Option
 from .question import Question
+from .recomputed import freed_fraction
+
+# The part of what a forward saves that grows with the rows at least, besides copies of weights and
+# the head's gradient: a mask or a table of positions may be shared by all rows.
+GROWS = 0.97
 
 
 def bound_by_sizes(question: Question, recipe: Recipe) -> float:
@@ -39,9 +45,8 @@ def bound_by_known(question: Question, recipe: Recipe, known: Option) -> float:
     more; 0 if ``known`` says nothing of ``recipe``.
 
     At each moment, bytes other than parameters, gradients and states are assumed to shrink with the
-    micro-batch. For a larger micro-batch they are assumed to stay, and where a forward ends, there
-    is what it saves for the additional rows. If the optimizers differ, the optimizer's step is left
-    out.
+    micro-batch. For a larger micro-batch they are assumed to stay. If the optimizers differ, the
+    optimizer's step is left out.
     """
     if not _comparable(known.recipe, recipe):
         return 0
@@ -70,15 +75,7 @@ def bound_by_known(question: Question, recipe: Recipe, known: Option) -> float:
         gradients = 0  # in one piece, there may be none before backward makes them
     smaller = min(1, known.recipe.accumulation / recipe.accumulation)
     scaled = smaller * by[:, ACTIVATIONS:].sum(axis=1)  # activations, and all that come after
-    needed = by[:, PARAMETERS] + states + gradients + scaled
-    in_forward = np.flatnonzero(rows[:, PHASE] == FORWARD)
-    more_rows = question.micro_batch(recipe) - known.micro_batch
-    if len(in_forward) and more_rows > 0:
-        # A forward ends where most is saved.
-        end = in_forward[by[in_forward, ACTIVATIONS].argmax()]
-        saved = saved_by_forward_per_token(question.work, recipe)
-        needed[end] += more_rows * question.units * saved
-    return needed.max()
+    return (by[:, PARAMETERS] + states + gradients + scaled).max()
 
 
 def _comparable(known: Recipe, recipe: Recipe) -> bool:
@@ -128,3 +125,66 @@ def _keeps_no_more(known: Recipe, recipe: Recipe) -> bool:
         return k_of_recipe <= k_of_known
     runs_nothing_again = way_of_recipe == (None, None)
     return runs_nothing_again
+
+
+def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
+    """A lower bound for the bytes at the end of a forward, from what that of ``known`` saves; 0 if
+    ``known`` says nothing of ``recipe``.
+
+    What is saved grows with the rows, except for copies of weights and the head's gradient. If
+    ``known`` runs no layer again, ``recipe`` saves the share of the layers that it does not run
+    again either.
+    """
+    work = question.work
+    share = _share_saved(question, recipe, known.recipe)
+    rows = known.prediction.timeline.rows
+    phases = rows[:, PHASE]
+    if not share or BACKWARD not in phases:
+        return 0
+    end = np.flatnonzero(phases == BACKWARD)[0] - 1  # of the first forward
+    saved = rows[end, BY][ACTIVATIONS]
+    fixed = 0  # the most bytes of it that do not grow
+    if known.recipe.autocast_dtype is not None:
+        fixed += known.recipe.autocast_dtype.itemsize * work.parameters
+    if known.recipe.chunked_loss and not work.adapts(recipe):
+        gradient_of_head = FLOAT32 * work.passed(0).head
+        if recipe.chunked_loss:
+            fixed += gradient_of_head
+        else:
+            saved = max(saved - gradient_of_head, 0)
+    times = GROWS * share * question.micro_batch(recipe) / known.micro_batch
+    saved = times * saved - max(times - 1, 0) * fixed
+    if known.recipe.chunked_loss and not recipe.chunked_loss:
+        # In float32: the logarithms of the probabilities, and then the gradient of each.
+        tokens = question.units * question.micro_batch(recipe)
+        saved += 2 * FLOAT32 * work.passed(0).logits * tokens
+    if known.recipe.autocast_dtype is None:
+        saved += copied_bytes(work, recipe)
+    held = question.residents(recipe)
+    gradients = held["gradients"] if recipe.accumulation > 1 else 0
+    return held["parameters"] + held["optimizer"] + gradients + saved
+
+
+def _share_saved(question: Question, recipe: Recipe, known: Recipe) -> float:
+    """The least share of what ``known`` saves that ``recipe`` saves too; 0 if that is unknown."""
+    if recipe.sharding or known.sharding or recipe.offload or known.offload:
+        return 0
+    if recipe.chunked_loss and not known.chunked_loss:
+        return 0  # the known one has logits that the other does not
+    if _adapters(recipe) != _adapters(known):
+        return 0
+    # Autocast saves what bf16 saves, some of it in float32.
+    if known.precision not in (recipe.precision, "bf16"):
+        return 0
+    way = recipe.checkpointing, recipe.every_n_layers
+    way_of_known = known.checkpointing, known.every_n_layers
+    if way == way_of_known:
+        return 1
+    periods = [several.period for several in question.work.source.lists]
+    if way_of_known != (None, None) or recipe.checkpointing in SELECTIVE or periods != [1]:
+        return 0  # layers that are unlike one another save unlike shares
+    return 1 - freed_fraction(question.work, recipe)
+
+
+def _adapters(recipe: Recipe) -> tuple:
+    return recipe.lora_rank, recipe.lora_targets, recipe.storage, recipe.compute_dtype

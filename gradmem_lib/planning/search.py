@@ -18,7 +18,7 @@ from ..prediction.predict import Prediction, predict
 from ..prediction.question import CannotTrace
 from ..training.recipe import Recipe
 from ..units import format_bytes
-from .bounds import bound_by_known, bound_by_sizes
+from .bounds import bound_by_known, bound_by_saved, bound_by_sizes
 from .candidates import INPUTS_OFFLOADED, PER_LAYER, Candidates, possible
 from .held import input_bytes_per_token, overhead_of_prediction
 from .options import EQUAL_TIME, Option, RuledOut, changes, ordered
@@ -338,7 +338,8 @@ class Search(Candidates):
         One percent is added for states that are counted roughly.
         """
         bounds = [bound_by_sizes(self, recipe)]
-        bounds += [bound_by_known(self, recipe, known) for known in self._known.values()]
+        for known in self._known.values():
+            bounds += [bound_by_known(self, recipe, known), bound_by_saved(self, recipe, known)]
         return max(bounds) <= 1.01 * self.available_for(recipe)
 
     def _try_host_offload(self, methods: list[str]) -> None:

@@ -17,7 +17,7 @@ from support.plans import brute_force, check
 from transformers import LlamaConfig
 
 from gradmem_lib import Recipe, plan, predict
-from gradmem_lib.planning.bounds import bound_by_known
+from gradmem_lib.planning.bounds import bound_by_known, bound_by_saved, bound_by_sizes
 from gradmem_lib.planning.candidates import Candidates
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.search import Search
@@ -118,19 +118,37 @@ RECIPES = [
     # a chunk makes a second gradient of the head, which is more than the logits of 48 tokens
     MIXED,
     replace(MIXED, chunked_loss=True),
+    replace(PLAIN, accumulation=3),
+    replace(PLAIN, accumulation=3, chunked_loss=True),
+    replace(PLAIN, chunked_loss=True),
+    replace(PLAIN, precision="autocast-bf16"),
 ]
 
 
+SMALL = LlamaConfig(
+    hidden_size=48,
+    intermediate_size=96,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    vocab_size=80,
+)
+
+
 def test_what_one_recipe_says_of_another_is_no_more_than_that_one_needs():
-    config = LlamaConfig(
-        hidden_size=48,
-        intermediate_size=96,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        vocab_size=80,
-    )
-    search = Search(count(config), CARD, 16, 3, "cpu")
+    search = Search(count(SMALL), CARD, 16, 3, "cpu")
     options = [search.option(recipe) for recipe in RECIPES]
     for known, other in product(options, options):
-        least = bound_by_known(search, other.recipe, known)
-        assert least <= other.prediction.peak.total, (known.recipe, other.recipe)
+        for bound in (bound_by_known, bound_by_saved):
+            least = bound(search, other.recipe, known)
+            assert least <= other.prediction.peak.total, (bound, known.recipe, other.recipe)
+
+
+def test_what_a_forward_saves_tells_most_of_what_more_rows_and_fewer_layers_need():
+    search = Search(count(SMALL), CARD, 160, 3, "cpu")
+    in_three = replace(PLAIN, accumulation=3)
+    for known in (in_three, replace(in_three, chunked_loss=True)):
+        for change in ({}, {"checkpointing": "first-1"}, {"precision": "autocast-bf16"}):
+            recipe = replace(PLAIN, **change)
+            peak = search.option(recipe).prediction.peak.total
+            assert 0.75 * peak < bound_by_saved(search, recipe, search.option(known)) < peak
+            assert bound_by_sizes(search, recipe) < 0.6 * peak
