@@ -166,8 +166,8 @@ def not_begun(shape, bytes_per_element):
 _ = check("0.1", not_begun)
 
 # %% [markdown]
-# If an answer is wrong, `check` says what is wrong with it. It knows common mistakes by name. Here is one that we made
-# on purpose:
+# If an answer is wrong, `check` says what is wrong with it, and later cells use our solution until yours passes. It knows
+# common mistakes by name. Here is one that we made on purpose:
 
 
 # %%
@@ -214,7 +214,7 @@ tensor_bytes = check("0.1", tensor_bytes)
 
 # %%
 print(
-    f"{tensor_bytes((16, 128), 8):,} bytes by your formula, {ids.nbytes:,} bytes by PyTorch"
+    f"{tensor_bytes((16, 128), 8):,} bytes by the formula, {ids.nbytes:,} bytes by PyTorch"
 )
 
 # %% [markdown]

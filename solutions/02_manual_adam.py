@@ -168,7 +168,7 @@ curves["momentum"] = train(momentum, lr=0.3, beta=0.9)
 show_paths(valley, paths, title="with momentum: no more zigzag", marks=marks)
 
 # %% [markdown]
-# The learning rate is the same, and the zigzag is now a slow swing. Along the valley the path is no faster, because the
+# The learning rate is the same, and the zigzag is now a slow swing. Along the valley it starts no faster, because the
 # average of small gradients is small.
 # <!-- holds: (paths["momentum"] - minimum)[20, 0].abs() >= 0.9 * (paths["SGD"] - minimum)[20, 0].abs() -->
 #
@@ -323,9 +323,9 @@ show_paths(valley, both, title="a strong decay pulls to zero", marks=marks)
 show_losses(curves, title="the small Llama, all five rules", smooth=5)
 
 # %% [markdown]
-# In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops before the minimum, as
-# soon as the pull towards zero equals the pull of the gradient. On the text the decay is small, and Adam and AdamW run
-# side by side.
+# In the valley the decay is fifty times the usual 0.01, so that you can see it. AdamW stops before the minimum,
+# where the decay balances Adam's step m̂ / √v̂ (and not the gradient). On the text the decay is small, and Adam and AdamW
+# run side by side.
 #
 # ## 6 · Watch the bytes appear
 #
@@ -380,8 +380,8 @@ for name, kept in theirs.state[p].items():
 # If you add less than half a gap, the sum is rounded back to the old number.
 # <!-- holds: torch.equal(every + 0.99 / 256, every) -->
 #
-# Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. From which v on is
-# this addition lost?
+# Let every gradient be 1, so that v should rise to 1. Each step adds $0.001 \cdot 1^2$. How large is v when the sum
+# is rounded back to v?
 
 # %%
 guess_c = predict_first("2.c", "What percentage of 1 does v reach in bf16?", unit="%")
@@ -424,7 +424,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 # - **float32 moments** beside bf16 weights: 8 bytes for each parameter again, as in the master recipe of lesson 01;
 # - **a smaller β₂**, such as 0.95: then a step takes 5 % off v, more than a gap, and v follows the gradients up and
 #   down. The table's last column shows it ({{runs[2][1999]:.2f}}, not 1, is rounding);
-# - **float32 weights** and computing under autocast: a weight of 1 in bf16 does not notice a step of 0.001 either.
+# - **float32 weights** under autocast: then the moments are float32 too. A bf16 weight of 1 does not notice a step of 0.001.
 #   <!-- holds: every[0] - 0.001 == every[0] == 1 -->
 #
 # ## 8 · What the step itself needs
@@ -434,7 +434,7 @@ guess_c.reveal(measured=100 * max(runs[1]))
 #
 # - a plain loop over parameters (`foreach=False`);
 # - `foreach`, which does each operation for all parameters at once;
-# - `fused`, one kernel for the whole step, and the default of Hugging Face's `Trainer`.
+# - `fused`, one program of the card (a *kernel*) for the whole step, and the default of Hugging Face's `Trainer`.
 
 # %%
 guess_d = predict_first(

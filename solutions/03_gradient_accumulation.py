@@ -47,7 +47,7 @@ from gradmem_lib.course import claims, models, text_batch, texts
 # | name | what it is | what it decides |
 # |---|---|---|
 # | **micro-batch** | what goes through the model at once | activations |
-# | **mini-batch** | all micro-batches of one GPU between two updates | how long an update takes |
+# | **mini-batch**, or **window** | all micro-batches of one GPU between two updates | how long an update takes |
 # | **global batch** | the mini-batches of all GPUs together | what the model learns from an update |
 #
 # When you read "batch size", ask: *how much goes through at once?*
@@ -116,15 +116,15 @@ guess_b.reveal(measured=round(100 * (1 - peaks[4] / peaks[16])))
 #
 # <details><summary>Why is the first peak in forward?</summary>
 #
-# At the end of forward three large tensors are alive: the logits, a copy of them without the last position, and the
-# log-softmax. In backward three are alive as well (lesson 01), but all of them lack the last position. One sequence
-# alone needs no copy.
+# `next_token_loss` cuts the logits' last position off, where a transformers model shifts the labels (lesson 01). So three
+# large tensors are alive at the end of forward: the logits, their copy without the last position, and the log-softmax. In
+# backward three are alive as well, but all of them lack that position. One sequence alone needs no copy.
 #
 # </details>
 #
 # The price is time: each matrix product is cut into smaller ones. In our record
-# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 took longer. Take the largest
-# micro-batch that fits.
+# (`benchmarks/results`), on one thread of a CPU, 4 micro-batches took no longer than one, and 16 took longer. So cut no further
+# than you must, and measure.
 
 # %%
 claims.show("C09")
@@ -316,7 +316,7 @@ train = check("3.4", train)
 #
 # - **Clipping** needs the complete gradient: after the last backward, before the step. With a `GradScaler` (for
 #   float16), `scaler.unscale_(optimizer)` comes before it.
-# - **Logging** uses the same division as training. A loop that logs `loss / K` shows a loss that is K times too small.
+# - **Logging** uses the same division as training. A loop that logs the last micro-batch's `loss / K` shows a loss that is K times too small.
 # - **Several processes** exchange their gradients. `DistributedDataParallel` does it in every backward, unless its
 #   `no_sync()` switches that off.
 

@@ -326,7 +326,7 @@ claims.show("C27", "C21")
 #
 # <details><summary>Hint 2: solved for k</summary>
 #
-# k = √(n · x / a). Round it, and mind that k is at least 1 and at most n.
+# k = √(n · x / a). Round it, try its neighbours, and mind that k is at least 1 and at most n.
 #
 # <details><summary>Hint 3: by trying</summary>
 #
@@ -505,8 +505,8 @@ for segments in ([64], [1] * 64, [4] * 16, unequal):
     )
 
 # %% [markdown]
-# Nine boundaries in each line are gradients on their way. Segments of 4 are the best equal ones, and the unequal ones
-# need almost a fifth less.
+# Nine boundaries in each line are gradients on their way. No equal segments need less than those of 4, and the unequal
+# ones need almost a fifth less.
 # <!-- holds: min((2, 4, 8, 1, 16, 32, 64), key=lambda k: kept_at_peak([k] * (64 // k), 5, 1)) == 4
 # and 0.8 < high / inputs.nbytes / (kept_at_peak([4] * 16, 5, 1) + 9) < 0.84 -->
 # They are not quite free: {{extra_forwards(unequal)}} more calls instead of {{extra_forwards([4] * 16)}}.

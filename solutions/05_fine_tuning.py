@@ -39,7 +39,7 @@ from gradmem_lib.course import claims, models, quiet_arguments, runs, texts
 #
 # SmolLM2-135M writes English. You will train it to write *Python's language reference*: sixteen updates, of
 # {{runs.BATCH}} rows of {{runs.SEQ_LEN}} tokens each. <!-- holds: runs.LONG.updates == runs.LONG.held_out == 16 -->
-# Another 16 rows are from topics that it never trains on. (The stored notebook makes one update and
+# Another 16 rows are from topics that it never trains on. (The notebook in `solutions/` makes one update and
 # evaluates one row, so its times and losses say little. Its peaks are those of the full runs.)
 
 # %%
@@ -525,7 +525,7 @@ for name, model in trained.items():
     print(f"{held_out_loss(model, rows):.2f}  {name}")
 
 # %% [markdown]
-# The stored notebook made one update. In our record of sixteen, this loss fell from 3.01 to 2.76 (naive) and 2.71 (all of
+# In our record of sixteen updates, this loss fell from 3.01 to 2.76 (naive) and 2.71 (all of
 # it), at 19.4% of the naive peak. Nothing was tuned, so all that you can conclude is *not worse*.
 #
 # ### Keep it

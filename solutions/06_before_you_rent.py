@@ -23,7 +23,8 @@
 # |---|---|---|
 # | memory grows in every step | each step leaves something: a loss, an output, a graph | [lesson 01](01_memory_accounting.ipynb), "a history that grows" |
 # | accumulation saves too little | the graphs of several micro-batches are alive at once | [lesson 03](03_gradient_accumulation.ipynb), "a window that keeps its graphs" |
-# | it fails in the first step | the optimizer makes its states there | [lesson 02](02_manual_adam.ipynb), "Watch the bytes appear" |
+# | it fails in the first forward or backward | the micro-batch is too large | [lesson 03](03_gradient_accumulation.ipynb), "What shrinks, and what does not" |
+# | it fails in the first `optimizer.step()`, or right after it | the optimizer makes its states there | [lesson 02](02_manual_adam.ipynb), "Watch the bytes appear" |
 # | it fails only in evaluation | results are collected, or graphs are recorded | below, "an evaluation that collects" |
 # | it fails only after a resume | the loaded checkpoint is still in memory | [lesson 05](05_fine_tuning.ipynb), "a checkpoint that stays" |
 # | it fails when it saves | the weights are copied on the card | [lesson 05](05_fine_tuning.ipynb), "a checkpoint that stays" |

@@ -167,7 +167,7 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 #   input: `silu` gets the bf16 result of a product.
 # - **float32**: the norm's `pow`, `mean` and `rsqrt`, the residual additions and the loss (`log_softmax`).
 # - `to_copy` is the price: a bf16 copy of each of the eight matrices, of the six inputs that are not bf16 already, and
-#   of attention's queries and keys. The logits are copied back to float32.
+#   of attention's queries and keys, which the rotation by float32 numbers has made float32. The logits are copied back to float32.
 #
 # This is autocast on the CPU. By [PyTorch's documentation](https://docs.pytorch.org/docs/stable/amp.html) CUDA's list
 # also names `softmax` and `layer_norm` for float32.
@@ -176,7 +176,7 @@ for (name, given, made), times in sorted(operation_dtypes(forward).items()):
 #
 # Between 1 and 2 there are 128 bf16 numbers, with gaps of 1/128. If you add less than half a gap, nothing changes.
 # In lesson 02, this stalled AdamW's second moment v. What about the weights? AdamW's first step moves each weight by about
-# one learning rate. Half of SmolLM2's weights are above
+# one learning rate. Half of SmolLM2's weights have a magnitude above
 # {{torch.cat([p.detach().flatten()[::100] for p in models.smollm2()[0].parameters()]).abs().median():.2f}}.
 
 # %%
@@ -469,7 +469,7 @@ for loaded in (torch.float32, torch.bfloat16):
 # - `bf16=True` is section 2's autocast: `Trainer` uses the library `accelerate`, which wraps the model's forward in it.
 # - `fp16=True` on the CPU is accepted and changes nothing.
 # - `bf16_full_eval=True` casts the *weights* when you call `evaluate()`, and leaves them in bf16. So save first.
-# - In training, weights, gradients and states have the dtype in which the model is **loaded**. No flag changes that.
+# - In training, weights, gradients and states have the dtype in which the model is **loaded**. On one card, no flag changes that.
 #
 # A claim that many guides make:
 

@@ -346,7 +346,7 @@ for name in ("T4 16GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB", "H100 80G
 # <!-- holds: [find_card(name).bus for name in ("T4 16GB", "H100 80GB", "RTX 3060 12GB", "RTX 4090 24GB", "A100 80GB")]
 # == [BUSES[f"PCIe {n}"] for n in (3, 5, 4, 4, 4)] --> On a slow card moving can win.
 # <!-- holds: break_even(everything, forward(2048), BUSES["PCIe 4"], find_card("RTX 3060 12GB").half / 2) < 1 -->
-# On a fast card it loses, unless the bus is as fast as NVLink-C2C, NVIDIA's link to its own processors.
+# On a fast card it loses. On the fastest bus, NVLink-C2C (NVIDIA's link to its own processors), it is at best equal for an H100.
 # <!-- holds: break_even(everything, forward(2048), BUSES["PCIe 5"], find_card("RTX 4090 24GB").half / 2) > 1 > ratios[3] -->
 # **The faster the card, the higher is the price of the trip.** But the boundary alone is cheap to move everywhere, with less than a
 # twentieth of the bytes. <!-- holds: boundary < everything / 20 and ratios[-1] < 1 / 3 --> So do both: recompute the inside of each layer, and move the boundaries. Here that is
@@ -473,7 +473,7 @@ for name, value in changes.items():
 # ## 5 · Recompute, move or shrink?
 #
 # Here is lesson 06's chart for the run that failed. The column "at best" takes whole parts of the peak away.
-# Section 4 saved less, because a step always works with something of each part.
+# It cannot tell the boundaries from the logits, and does not know that this run has checkpoints already. So section 4 saved less.
 
 # %%
 from gradmem_lib import show_decisions

@@ -102,7 +102,7 @@ states = cost("AdamW", adamw)
 
 # %% [markdown]
 # In float32, AdamW keeps 8 bytes a weight, and its step needs three matrices more. Lesson 02 measured two. Here the
-# previous matrix is as large, and one temporary of its step is still alive.
+# matrix before is as large, and one temporary of its step is still alive in this one's.
 #
 # ## 2 · One byte a number
 #
@@ -436,7 +436,7 @@ for rank in (16, 256):
     print("rank {}: α/r adds {:.1f}, α/√r adds {:.1f}".format(rank, *adds[-1]))
 
 # %% [markdown]
-# With α / r, sixteen times the rank adds a quarter, and with α / √r as much.
+# At sixteen times the rank, α / r adds a quarter as much to W as before, and α / √r as much.
 # <!-- holds: abs(adds[1][0] / adds[0][0] - 1 / 4) < 0.02 and abs(adds[1][1] / adds[0][1] - 1) < 0.05 -->
 #
 # *Where* adapters are is a choice too: on queries and values alone, activations are
@@ -490,8 +490,8 @@ for name, code in {"equal": torch.linspace(-1, 1, 16), "NF4": nf4}.items():
 # **The bytes.** Half a byte a weight, and a float32 absmax for 64 weights, are 0.5 + 4/64 = 0.5625 bytes. *Double
 # quantization* keeps each absmax in one byte, and a float32 for 256 of them: 0.5 + 1/64 + 4/(64 · 256) = 0.5159 bytes.
 #
-# **The defaults.** `BitsAndBytesConfig(load_in_4bit=True)` means FP4, no double quantization and products in float32.
-# QLoRA as in the paper has to be said: `bnb_4bit_quant_type="nf4"`, `bnb_4bit_use_double_quant=True`,
+# **The defaults.** `BitsAndBytesConfig(load_in_4bit=True)` means FP4 (4-bit floats), no double quantization and products in float32.
+# For the paper's QLoRA, say `bnb_4bit_quant_type="nf4"`, `bnb_4bit_use_double_quant=True`,
 # `bnb_4bit_compute_dtype=torch.bfloat16`. The paper's third part is a **paged optimizer**
 # (`optim="paged_adamw_8bit"` in `Trainer`): CUDA may move the states of large tensors to the host when the card is
 # full, and back when the step needs them. So a short peak costs time instead of an error.
@@ -595,7 +595,7 @@ chart
 # ## 10 · What you can now do
 #
 # - **An optimizer has two bills**, states and temporaries.
-# - **8 bits need blocks, and a code finer towards 0**.
+# - **8-bit states need blocks, and a code that is finer towards 0**.
 # - **A step in backward** frees gradients. Whatever needs all of them breaks.
 # - **Adapters save states and gradients, but few activations.** So checkpoints matter more.
 # - **4 bits are how QLoRA keeps a weight.** It multiplies in 16 bits.

@@ -538,7 +538,7 @@ guess_f.reveal(measured=round(short.total / 2**30, 1), what="predicted")
 chart
 
 # %% [markdown]
-# CUDA's context takes some hundred MiB more (lesson 06). So 1,024 tokens fit, and 2,048 are a gamble. <!-- holds: short.total < card.nbytes - 2**30 < chart.bars[2].total < card.nbytes --> Most of the
+# CUDA's context and NCCL's buffers take about a GiB more (lesson 06). So 1,024 tokens fit, and 2,048 do not. <!-- holds: short.total < card.nbytes - 2**30 < chart.bars[2].total < card.nbytes --> Most of the
 # peak is the base: each rank keeps half of the 4-bit weights, and a layer or two are gathered, still in 4 bits.
 # <!-- holds: short.total / 2 < short.by_category["parameters"] --> In
 # bf16, half of the base alone is too large. <!-- holds: chart.bars[0].by_category["parameters"] > 2 * card.nbytes -->

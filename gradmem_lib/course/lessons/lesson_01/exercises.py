@@ -60,9 +60,6 @@ RESIDENT = Exercise(
     """
     2 * gradients → gradients
         this counts one moment: Adam keeps two for every trained parameter.
-    2 * gradients → 8 * sum(p.numel() for p in trained)
-        there are 8 bytes for each bf16 number here: PyTorch keeps two moments in the parameter's
-        own dtype, 2 bytes each in bf16, and no float32 copy.
     p.numel() * p.element_size() for p in trained → 4 * p.numel() for p in trained
     p.numel() * p.element_size() for p in parameters → 4 * p.numel() for p in parameters
         this counts 4 bytes for each number, whatever its dtype: ask each parameter for its
@@ -78,6 +75,9 @@ RESIDENT = Exercise(
         the moments are right. AdamW also keeps a step counter, one float32 for each trained tensor.
     4 * len(trained) → 4 * sum(p.numel() for p in trained)
         this has one step counter for each number: it is one for each trained tensor.
+    2 * gradients + 4 * len(trained) → 8 * sum(p.numel() for p in trained)
+        8 bytes for each number are two moments in float32: PyTorch keeps them in the parameter's
+        own dtype, and a step counter, one float32, for each trained tensor.
     """,
 )
 
@@ -168,8 +168,6 @@ SAVED = Exercise(
     saved[storage.data_ptr()] → saved[tensor.data_ptr()]
         a storage counts once for each view that begins elsewhere in it: the key is
         tensor.untyped_storage().data_ptr(), not tensor.data_ptr().
-    = storage.nbytes() → = storage.nbytes() // tensor.itemsize
-        this counts elements, not bytes.
     saved[storage → if not isinstance(tensor, nn.Parameter): saved[storage
     saved.pop(parameter.untyped_storage().data_ptr(), None) →
         a parameter's view is counted: what is saved of a weight may be its transpose, which is no
@@ -181,6 +179,10 @@ SAVED = Exercise(
     sum(saved.values()) → sum(saved.values()) - sum(p.nbytes for p in model.parameters())
         the bytes of all parameters are subtracted, but not all of them are saved. Leave out a saved
         storage that is a parameter's.
+    = storage.nbytes() → = saved.get(storage.data_ptr(), 0) + tensor.nbytes
+    saved.pop(parameter.untyped_storage().data_ptr(), None) →
+        this adds up all saved tensors: a storage that is saved twice counts once, and parameters do
+        not count, which were there before and stay afterwards.
     """,
 )
 

@@ -190,9 +190,9 @@ ADAM = Exercise(
     v_hat.sqrt() + eps → (v_hat + eps).sqrt()
         eps is inside the root: it belongs outside, sqrt(…) + eps, or tiny gradients are divided by
         a much too large number.
-    beta1**t → beta1 * t
-    beta2**t → beta2 * t
-        beta is multiplied by t: it must be raised to the power t, beta**t.
+    lr * m_hat / (v_hat.sqrt() + eps) → lr * (1 - beta2**t) ** 0.5 * m_hat / (v.sqrt() + eps)
+        eps is added to the root of v before its correction (the paper's shorter order): add it to
+        the root of the corrected v.
     """,
     changes="p state",
     pairs=True,

@@ -206,14 +206,15 @@ DIVISOR = Exercise(
         the loss that is returned is an unweighted average of the micro-batches' means.
     mean += loss.item() / total → mean += loss.item()
         the loss that is returned is the sum over all items: divide it by their number.
-    loss, _ → loss, count
-    (loss / total) → (loss / max(count, 1) / len(micro_batches))
-    loss.item() / total → loss.item() / max(count, 1) / len(micro_batches)
-        dividing by K gives every micro-batch the same weight: a token of a short one then counts
-        more than one of a long one.
     loss_and_count(micro)[1] for → count_targets(micro["labels"]) for
         a micro-batch may be anything that loss_and_count takes (here it is a tensor, and no dict
         with labels): loss_and_count(micro) also says how many items it has.
+    total = sum( → pairs = [loss_and_count(micro) for micro in micro_batches]; total = sum(
+    loss_and_count(micro)[1] for micro in micro_batches) → count for _, count in pairs)
+    for micro in micro_batches: → for loss, _ in pairs:
+    loss, _ = loss_and_count(micro) →
+        the graphs of all micro-batches are in memory at once: call backward on each of them before
+        the next forward. Count the items first.
     """,
     pairs=True,
 )

@@ -469,7 +469,7 @@ LENGTH = Exercise(
     lengths = range(1, n + 1) → return -int(-((n * x / a) ** 0.5) // 1)
         this rounds up, but the nearest whole number is below: round √(n · x / a) to the nearest.
     range(1, n + 1) → [k for k in range(1, n + 1) if n % k == 0]
-        only lengths that divide n are tried: the last segment may be shorter than the others.
+        the last segment may be shorter than the others: try every length, by uniform_segments.
     range(1, n + 1) → [2**i for i in range(n.bit_length())]
         only powers of two are tried: every whole number from 1 to n is a length.
     """,

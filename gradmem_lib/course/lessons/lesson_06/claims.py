@@ -357,6 +357,7 @@ def bert_large_16_rows() -> Finding:
     }
     whole, cut, checkpointed = needs.values()
     fused, floor = _bert_peak(8, "fused", accumulation=2), _bert_floor()
+    whole_fused = _bert_peak(16, "fused")
     return Finding(
         own=(
             about("BERT-large, 16 x 512, fp16", "24 GB", whole, within=0.2),
@@ -368,8 +369,8 @@ def bert_large_16_rows() -> Finding:
                 two need at least a quarter more.
             holds: All three are about right in mixed precision.
             why: With fused attention, 4 x 4 needs {gb(fused)}, as claimed,
-                but then 16 rows keep no scores either. Weights, gradients and Adam's states alone
-                take {gb(floor)}, so AdamW cannot reach 5 GB. By C13's 14,949 MB for 4 rows in
+                but then 16 rows keep no scores either, and need {gb(whole_fused)}. Weights,
+                gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. By C13's 14,949 MB for 4 rows in
                 float32, 16 rows need more than 24 GB.
             needs: a card to see it run; the bytes are predicted
             """,

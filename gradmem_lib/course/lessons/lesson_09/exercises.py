@@ -169,14 +169,15 @@ LION = Exercise(
         the blend itself is subtracted: Lion takes its sign, so that every weight moves by lr.
     m.lerp(p.grad, 1 - beta1).sign() → p.grad.sign()
         only the gradient decides the sign: momentum has no effect.
-    1 - beta1).sign() → 1 - beta1).add(p, alpha=group["weight_decay"]).sign()
-    p.mul_(1 - group["lr"] * group["weight_decay"]) →
-        the decay is inside the sign, so it can only turn a step round: shrink p itself.
     self.state[p].setdefault( → vars(self).setdefault("m", {}).setdefault(p, {}).setdefault(
         the momentum is kept outside of self.state, where state_dict() does not save it: keep it in
         self.state[p].
     p.sub_(group["lr"] → p.sub_(self.defaults["lr"]
         every group steps by the same rate: read lr from its group.
+    m.lerp_(p.grad, 1 - beta2) →
+    p.mul_(1 - group["lr"] → m.lerp_(p.grad, 1 - beta2); p.mul_(1 - group["lr"]
+        m takes the new gradient before the sign is taken: blend the old m for the step, and update
+        m afterwards.
     """,
     tolerance=1e-4,
     pairs=True,

@@ -31,7 +31,8 @@ def seventy_billion_on_two() -> Finding:
         beyond=fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),
         says=f"""
             holds: Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048
-                leave less than a GB of the card's {gb(card)}.
+                leave less than a GB of the card's {gb(card)}, and CUDA's context and NCCL's
+                buffers need more.
             fails: A card's shard, the layers that it gathers and the activations do not fit on
                 it.
             why: A card keeps half of the base, and half of embeddings and head in bf16. It
