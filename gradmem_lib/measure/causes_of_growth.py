@@ -463,7 +463,7 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
         return OF_AN_OWNER[held.kind].format(name=name)
     if HOOKS in held.path:
         return OF_A_HOOK
-    if held.kind == MODULE_ATTRIBUTE:
+    if held.kind == MODULE_ATTRIBUTE and (held.hook is not None or not in_an_evaluation):
         filled_by = "the forward"
         if held.hook is not None:
             where = source_line((held.hook, held.hook.co_firstlineno))

@@ -97,7 +97,8 @@ def _calls_another_model(facts: Facts) -> bool:
 
 
 def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder]]:
-    """Groups of tensors with the shapes of all parameters, each made by one line in one step.
+    """Groups of tensors with the shapes of all parameters, each computed from the weights or made
+    by one line. While an average is renewed, some of its tensors are new ones.
 
     The parameters of other models, whose layers have a line each, are one group if their names are
     known.
@@ -114,7 +115,8 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
         elif holder.module in facts.untrained:
             groups["other models"].append(holder)
         elif _may_be_of_a_copy(holder, twice, facts):
-            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
+            made_by = holder.computed_from or holder.line
+            groups[made_by, facts.of_another_model(holder)].append(holder)
     copies = []
     for place, group in groups.items():
         if place == TWINS:

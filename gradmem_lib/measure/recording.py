@@ -1,5 +1,7 @@
 """The live storages, their bytes by category, and both at every moment of a run."""
 
+from __future__ import annotations
+
 import heapq
 import weakref
 from collections import deque
@@ -12,7 +14,15 @@ import torch
 from torch import UntypedStorage
 
 from ..compat.tensors import storage_key
-from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
+from ..names import (
+    BETWEEN_STEPS,
+    CATEGORIES,
+    MOMENTS,
+    OTHER,
+    PHASE_OF_MOMENT,
+    PHASES,
+    TEMPORARIES,
+)
 from .paths import Held
 from .storages import NO_STORAGE, has_memory, storages_of
 from .timeline import Holder, MemorySnapshot, largest_of_windows
@@ -26,7 +36,6 @@ MAX_PENDING_LIFETIMES = 8192
 MAX_BATCHES = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
 EXISTED = -1  # the step of a storage that was there before its first use
-NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
 
 
@@ -41,8 +50,8 @@ class Entry(weakref.ref):
 
     Few entries have these, and the others have the values below. ``expanded``: it is several times
     larger than all that it was computed from. ``is_result``: an outermost module has returned it.
-    ``source``: the category of all that it was computed from outside of modules. ``stop``: the
-    first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
+    ``origin``: a gradient or a weight, if it was computed outside of modules from such ones alone.
+    ``stop``: the first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
     this weight, or this state. ``continues``: a part of it was joined before.
     ``parts_until``: the last step before which, or in whose first use, a part of it was taken.
     ``held``: who held it when a walk has last met it.
@@ -79,12 +88,19 @@ class Entry(weakref.ref):
     turn: int
     expanded = False
     is_result = False
-    source = NO_CATEGORY
+    origin: Entry | None = None
     stop: int | None = None
     updated = -1
     continues = False
     parts_until = -1
     held: Held | None = None
+
+    @property
+    def computed_from(self) -> str:
+        """ "gradients" or "parameters", which its origin may have become later, or nothing."""
+        if self.origin is None or self.origin.category == OTHER:
+            return ""
+        return CATEGORIES[self.origin.category]
 
 
 class Peak:

@@ -80,7 +80,6 @@ if TYPE_CHECKING:
 
 TIMELINE_SAMPLES = 16_384
 MOST_BLOCKS = 2000  # storages that a picture shows by themselves
-SOURCES = (*CATEGORIES, "")  # of NO_CATEGORY, which is -1
 NUMBER_BYTES = 8  # a Python number as a tensor: float64 or int64
 LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
 FRAMES_SHARE = 0.2  # of the time, at most: what frames cost depends on the model and the machine
@@ -424,7 +423,7 @@ class MemoryTracker:
                     expanded=entry.expanded,
                     made_in=MOMENTS[entry.moment],
                     is_result=entry.is_result,
-                    computed_from=SOURCES[entry.source],
+                    computed_from=entry.computed_from,
                     updated=entry.updated,
                     continues=entry.continues,
                     in_parts=entry.parts_until > entry.step,
