@@ -6,7 +6,7 @@ Rows that say why storages are there stand before those that only say what they 
 from __future__ import annotations
 
 from dataclasses import replace
-from os.path import commonprefix
+from itertools import takewhile
 
 from . import causes_of_data as data
 from . import causes_of_evaluation as evaluation
@@ -102,8 +102,9 @@ def _holder_of(cause: Cause) -> str:
     held = holder_of_most(cause.holders)
     if not held.path:
         known = [holder.keeper for holder in cause.holders if holder.keeper.path]
-        prefix = commonprefix([each.path for each in known])
-        held = largest_held(cause.holders)[0]._replace(path=prefix.rpartition(".")[0])
+        words = zip(*(each.path.split(".") for each in known), strict=False)
+        same = takewhile(lambda alike: len(set(alike)) == 1, words)
+        held = largest_held(cause.holders)[0]._replace(path=".".join(each for each, *_ in same))
     said = cause.evidence.split("`")[1::2]
     if not held.path or any(map(held.path.startswith, said)):
         return ""

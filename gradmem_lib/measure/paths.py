@@ -101,6 +101,7 @@ class Held(NamedTuple):
 
 
 NOBODY = Held("")  # no name was found, though all that may have been were looked at
+IN_A_CYCLE = Held("", kind="cycle")
 
 
 class Edge(NamedTuple):

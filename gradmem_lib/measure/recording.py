@@ -51,8 +51,8 @@ class Entry(weakref.ref):
     Few entries have these, and the others have the values below. ``expanded``: it is several times
     larger than all that it was computed from. ``is_result``: an outermost module has returned it.
     ``origin``: a gradient or a weight, if it was computed outside of modules from such ones alone.
-    ``stop``: the first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
-    this weight, or this state. ``continues``: a part of it was joined before.
+    ``stop``: the first sample without it, if it was freed. ``updated``: the last step of an
+    optimizer that has this weight, or this state. ``continues``: a part of it was joined before.
     ``parts_until``: the last step before which, or in whose first use, a part of it was taken.
     ``held``: who held it when a walk has last met it.
     """
