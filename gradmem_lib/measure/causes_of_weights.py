@@ -28,10 +28,9 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
     for copy in _copies_of_weights(free, facts):
         first = copy[0]
         # random numbers of the same shapes, for one step, are no copy
-        is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
-        is_kept = first.step < 0 or facts.time_of(first) < facts.peak_time
+        is_kept = facts.time_of(first) < facts.peak_time
         is_twin = first.category == "parameters"
-        if is_copied or is_kept or is_twin or facts.of_another_model(first):
+        if is_kept or is_twin or _is_known_to_be_weights(first, facts):
             copies.append(copy)
     holders = [holder for copy in copies for holder in copy]
     if not holders:

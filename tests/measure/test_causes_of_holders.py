@@ -529,15 +529,16 @@ for _ in range(4):
     ),
     "the best model so far": Program(
         """\
-best = {}
+class Best:
+    model = None
 for _ in range(4):
     step(torch.randn(8, 64))
-    best['model'] = copy.deepcopy(net)
+    Best.model = copy.deepcopy(net)
 """,
         "copy.deepcopy(net)",
         "None",
         COPIED,
-        "held by best",
+        "held by Best.model",
         "copy.deepcopy(net)",
     ),
     "objects in cycles that are gone before the end": Program(
