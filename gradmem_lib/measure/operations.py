@@ -242,15 +242,14 @@ class OperationMeter:
         """A forward begins that records gradients: perhaps the first of a step, or of a turn."""
         recording, position = self.recording, self.position
         recording.step += position.begin_step()
-        if recording.turn != position.turn:
-            recording.begin_turn(position.turn)
+        recording.turn = position.turn
 
     def _note_origin(self, entry: Entry, args: tuple) -> None:
         """Note what a diagnosis asks later about a tensor that a forward has made, or code between
         steps.
 
-        Is it much larger than what it was computed from? Was it computed from gradients alone? Does
-        autograd keep a Python number for it?
+        Is it much larger than what it was computed from? Does it continue a tensor that was joined
+        before? Was it computed from gradients alone, or from weights?
         """
         self._note_expansion(entry, args)
         if entry.op is operators.join:
@@ -262,13 +261,6 @@ class OperationMeter:
         outside = entry.moment == BETWEEN_STEPS or in_no_module
         if outside and not operators.reads_only_a_shape(entry.op):
             entry.origin = self._origin_of_reads(args)
-        if entry.moment == BETWEEN_STEPS:
-            return
-        if entry.op is operators.multiply or entry.op is operators.divide:
-            # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.
-            by_a_number = not isinstance(args[1], torch.Tensor)
-            if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
-                self.recording.note_number()
 
     def _note_expansion(self, entry: Entry, args: tuple) -> None:
         """Note if it is a large part of the peak, and much larger than what it was made from."""

@@ -107,13 +107,11 @@ class Peak:
     """The sample with the most bytes since some moment.
 
     ``freed_since``: the entries that were alive at that sample and have been freed after it.
-    ``saved_numbers``: as in ``Recording``, at that sample.
     """
 
     def __init__(self) -> None:
         self.total, self.moment, self.step, self.turn = 0, BETWEEN_STEPS, 0, 0
         self.sample = -1
-        self.saved_numbers = 0
         self.freed_since: list[Entry] = []
 
 
@@ -138,7 +136,6 @@ class Recording:
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
         self.step = 0  # optimizer steps that are finished
         self.turn = 0  # see `Position`
-        self.saved_numbers = 0  # Python numbers that autograd has kept since the turn began
         # Where training goes on with batches of another size: (operation, rows of the batch)
         self.batches: list[tuple[int, int]] = []
         self.count = 0  # samples so far
@@ -292,22 +289,11 @@ class Recording:
         self.sample(func)
         self.total -= nbytes
 
-    def begin_turn(self, turn: int) -> None:
-        """The first forward of a turn begins."""
-        self.turn, self.saved_numbers = turn, 0
-
     def note_batch(self, rows: int) -> None:
         """Training goes on with a batch of ``rows`` rows; 0 if that is not known."""
         before = self.batches[-1][1] if self.batches else 0
         if rows not in (0, before) and len(self.batches) < MAX_BATCHES:
             self.batches.append((self.op, rows))
-
-    def note_number(self) -> None:
-        """Autograd keeps a Python number, which the total does not contain."""
-        self.saved_numbers += 1
-        for peak in (self.run_peak, self.window_peak):
-            if self.total == peak.total:  # of several such moments, the last has the most numbers
-                peak.saved_numbers = max(peak.saved_numbers, self.saved_numbers)
 
     # Samples
 
@@ -319,7 +305,6 @@ class Recording:
                 if total > peak.total:
                     peak.total, peak.moment, peak.step = total, moment, self.step
                     peak.turn, peak.sample, peak.freed_since = self.turn, self.count, []
-                    peak.saved_numbers = self.saved_numbers
         if total > self.moment_peaks.get(moment, -1):
             self.moment_peaks[moment] = total
             self.moments_seen.add(moment)
