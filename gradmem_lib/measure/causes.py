@@ -6,7 +6,7 @@ Rows that say why storages are there stand before those that only say what they 
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import takewhile
+from os.path import commonprefix
 
 from . import causes_of_data as data
 from . import causes_of_evaluation as evaluation
@@ -83,9 +83,9 @@ def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
     """
     claimed = {id(holder) for holder in cause.holders}
     boxes = set[tuple]()
-    if cause.name == growth.GROWTH:
-        keepers = [holder.keeper for holder in cause.holders if holder.keeper.box]
-        boxes = {(keeper.where, keeper.box) for keeper in keepers}
+    for holder in cause.holders:
+        if cause.name == growth.GROWTH and holder.keeper.box:
+            boxes.add((holder.keeper.where, holder.keeper.box))
     left = []
     for holder in free:
         keeper = holder.keeper
@@ -101,10 +101,12 @@ def _holder_of(cause: Cause) -> str:
     """
     held = holder_of_most(cause.holders)
     if not held.path:
-        known = [holder.keeper for holder in cause.holders if holder.keeper.path]
-        words = zip(*(each.path.split(".") for each in known), strict=False)
-        same = takewhile(lambda alike: len(set(alike)) == 1, words)
-        held = largest_held(cause.holders)[0]._replace(path=".".join(each for each, *_ in same))
+        known = []
+        for holder in cause.holders:
+            if holder.keeper.path:
+                known.append(holder.keeper.path)
+        of_all = commonprefix(known).rpartition(".")[0]  # noqa: RUF071 (no paths of files)
+        held = largest_held(cause.holders)[0]._replace(path=of_all)
     said = cause.evidence.split("`")[1::2]
     if not held.path or any(map(held.path.startswith, said)):
         return ""
