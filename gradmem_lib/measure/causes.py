@@ -97,13 +97,13 @@ def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
 
 def _holder_of(cause: Cause) -> str:
     """What holds most of a cause's bytes, if the evidence does not say it; or the object, such as a
-    model, that has all of those whose holder is known.
+    second model, that has all of those whose holder is known.
     """
     held = holder_of_most(cause.holders)
     if not held.path:
         known = []
         for holder in cause.holders:
-            if holder.keeper.path:
+            if holder.keeper.path and not holder.is_of_training:
                 known.append(holder.keeper.path)
         of_all = commonprefix(known).rpartition(".")[0]  # noqa: RUF071 (no paths of files)
         held = largest_held(cause.holders)[0]._replace(path=of_all)
