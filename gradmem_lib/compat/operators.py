@@ -70,9 +70,6 @@ join = _aten.cat.default
 log_softmax_backward = _aten._log_softmax_backward_data.default
 # torch.distributions asks it of its arguments, and raises an error if it is not so.
 all_are_true = _aten._is_all_true.default
-# With a Python number in the second place, autograd keeps the number as a tensor of 8 bytes.
-multiply = _aten.mul.Tensor
-divide = _aten.div.Tensor
 # The softmax of scaled_dot_product_attention where it stores scores; a part of an operator's name.
 SOFTMAX_OF_SDPA = "_safe_softmax"
 grouped_mm = _aten._grouped_mm.default

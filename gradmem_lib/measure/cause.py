@@ -118,9 +118,9 @@ def largest_held(holders: Iterable[Holder]) -> tuple[Held, int]:
 
 
 def holder_of_most(holders: Sequence[Holder]) -> Held:
-    """What holds more than half of the bytes; ``NOBODY`` if nothing does."""
+    """What holds half of the bytes or more; ``NOBODY`` if nothing does."""
     held, nbytes = largest_held(holders)
-    return held if 2 * nbytes > total(holders) else NOBODY
+    return held if 2 * nbytes >= total(holders) else NOBODY
 
 
 def name_of(held: Held) -> str:

@@ -6,6 +6,7 @@ Rows that say why storages are there stand before those that only say what they 
 from __future__ import annotations
 
 from dataclasses import replace
+from os.path import commonprefix
 
 from . import causes_of_data as data
 from . import causes_of_evaluation as evaluation
@@ -15,7 +16,7 @@ from . import causes_of_growth as growth
 from . import causes_of_holders as holders
 from . import causes_of_tensors as tensors
 from . import causes_of_weights as weights
-from .cause import MUCH, Cause, Row, cause_of, holder_of_most, name_of
+from .cause import MUCH, Cause, Row, cause_of, holder_of_most, largest_held
 from .facts import Facts
 from .remedied_peak import limit_of
 from .timeline import Holder
@@ -82,9 +83,9 @@ def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
     """
     claimed = {id(holder) for holder in cause.holders}
     boxes = set[tuple]()
-    if cause.name == growth.GROWTH:
-        keepers = [holder.keeper for holder in cause.holders if holder.keeper.box]
-        boxes = {(keeper.where, keeper.box) for keeper in keepers}
+    for holder in cause.holders:
+        if cause.name == growth.GROWTH and holder.keeper.box:
+            boxes.add((holder.keeper.where, holder.keeper.box))
     left = []
     for holder in free:
         keeper = holder.keeper
@@ -95,9 +96,19 @@ def _not_claimed(free: list[Holder], cause: Cause) -> list[Holder]:
 
 
 def _holder_of(cause: Cause) -> str:
-    """What holds most of a cause's bytes, if the evidence does not say it."""
+    """What holds most of a cause's bytes, if the evidence does not say it; or the object, such as a
+    second model, that has all of those whose holder is known.
+    """
     held = holder_of_most(cause.holders)
-    if not held.path or f"`{name_of(held)}" in cause.evidence:
+    if not held.path:
+        known = []
+        for holder in cause.holders:
+            if holder.keeper.path and not holder.is_of_training:
+                known.append(holder.keeper.path)
+        of_all = commonprefix(known).rpartition(".")[0]  # noqa: RUF071 (no paths of files)
+        held = largest_held(cause.holders)[0]._replace(path=of_all)
+    said = cause.evidence.split("`")[1::2]
+    if not held.path or any(map(held.path.startswith, said)):
         return ""
     return str(held)
 

@@ -46,8 +46,7 @@ def _waits(kind: list[Holder], facts: Facts) -> bool:
     """Whether tensors of one kind are data that waits: ``kind`` has one line, operation, shape and
     dtype.
     """
-    newest = max(map(facts.time_of, kind))
-    if len(kind) > MANY and newest < facts.peak_time:
+    if len(kind) > MANY:
         # A list of pieces is no data if a loss joins them, and they are free during the step.
         first, last = facts.samples_of_the_step
         there = [h for h in kind if h.first_sample <= first and last < h.end_sample]

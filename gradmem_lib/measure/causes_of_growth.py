@@ -224,9 +224,12 @@ def _kept(place: tuple, group: list[Holder], facts: Facts) -> Group | None:
         found = _group(earlier, "forward", facts)
         if found is None:
             return None
+        stays = total(newest) + found.changes["stays"]
+        if any(holder.continues for holder in newest):
+            stays += total(earlier[-1])  # the newest is joined from it
         of_one = {
             "name": COLLECTED,
-            "stays": min(total(newest) + found.changes["stays"], total(found.holders)),
+            "stays": min(stays, total(found.holders)),
             "condition": "If those of only one forward are kept at a time",
         }
         return replace(found, changes={**found.changes, **of_one})
@@ -463,7 +466,7 @@ def _remedy_by_owner(held: Held, name: str, in_an_evaluation: bool) -> str:
         return OF_AN_OWNER[held.kind].format(name=name)
     if HOOKS in held.path:
         return OF_A_HOOK
-    if held.kind == MODULE_ATTRIBUTE:
+    if held.kind == MODULE_ATTRIBUTE and (held.hook is not None or not in_an_evaluation):
         filled_by = "the forward"
         if held.hook is not None:
             where = source_line((held.hook, held.hook.co_firstlineno))

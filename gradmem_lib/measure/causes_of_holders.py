@@ -49,10 +49,6 @@ def _until_it_was_raised(kept: list[Holder], facts: Facts) -> Group:
     return Group(kept, changes=changes)
 
 
-def _until_the_step_ends(kept: list[Holder], facts: Facts) -> Group:
-    return Group(kept, changes={"needed_in": facts.unit})
-
-
 EXCEPTION = Row(
     "An exception keeps the variables of its functions",
     "{size} of the peak's {peak} are held by an error that is kept, `{path}`: its traceback has "
@@ -67,7 +63,7 @@ EXCEPTION = Row(
 def _of_several_steps(kept: list[Holder], facts: Facts) -> Group | None:
     if len(set(map(facts.time_of, kept))) < SEVERAL or facts.has_second_derivatives:
         return None
-    return _until_the_step_ends(kept, facts)
+    return Group(kept, changes={"needed_in": facts.unit})
 
 
 CYCLES = Row(

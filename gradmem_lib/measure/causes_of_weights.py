@@ -28,10 +28,9 @@ def _copies(free: Sequence[Holder], facts: Facts) -> Group | None:
     for copy in _copies_of_weights(free, facts):
         first = copy[0]
         # random numbers of the same shapes, for one step, are no copy
-        is_copied = first.computed_from == "parameters" or is_copy_of_a_storage(first)
-        is_kept = first.step < 0 or facts.time_of(first) < facts.peak_time
+        is_kept = facts.time_of(first) < facts.peak_time
         is_twin = first.category == "parameters"
-        if is_copied or is_kept or is_twin or facts.of_another_model(first):
+        if is_kept or is_twin or _is_known_to_be_weights(first, facts):
             copies.append(copy)
     holders = [holder for copy in copies for holder in copy]
     if not holders:
@@ -97,7 +96,8 @@ def _calls_another_model(facts: Facts) -> bool:
 
 
 def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder]]:
-    """Groups of tensors with the shapes of all parameters, each made by one line in one step.
+    """Groups of tensors with the shapes of all parameters, each computed from the weights or made
+    by one line. While an average is renewed, some of its tensors are new ones.
 
     The parameters of other models, whose layers have a line each, are one group if their names are
     known.
@@ -114,7 +114,8 @@ def _copies_of_weights(free: Iterable[Holder], facts: Facts) -> list[list[Holder
         elif holder.module in facts.untrained:
             groups["other models"].append(holder)
         elif _may_be_of_a_copy(holder, twice, facts):
-            groups[holder.line, holder.step, facts.of_another_model(holder)].append(holder)
+            made_by = holder.computed_from or holder.line
+            groups[made_by, facts.of_another_model(holder)].append(holder)
     copies = []
     for place, group in groups.items():
         if place == TWINS:

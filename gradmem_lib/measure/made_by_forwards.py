@@ -18,7 +18,8 @@ def made_by(
     facts: Facts,
     and_after: bool = False,
 ) -> list[Holder]:
-    """The activations among ``free`` that these forwards have made and not returned.
+    """The activations among ``free`` that these forwards have made and not returned, without those
+    that a list or a dict of the script keeps.
 
     ``and_after``: also what was made after each of them, until the next forward began.
     """
@@ -26,7 +27,8 @@ def made_by(
     found = []
     for holder in free:
         last = facts.maker_of(holder)
-        of_a_graph = holder.category == "activations" and not holder.is_result
+        is_kept = holder.is_result or (holder.keeper.box and not holder.keeper.graph)
+        of_a_graph = holder.category == "activations" and not is_kept
         if not of_a_graph or last is None or id(last) not in wanted:
             continue
         made_inside = holder.first_sample < last.end_sample

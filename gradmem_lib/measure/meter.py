@@ -21,12 +21,13 @@ from torch.optim import optimizer as optimizer_hooks
 from ..compat.autograd import in_backward, next_sequence_nr
 from ..compat.compiled import is_compiled, watch_compiled_calls
 from ..compat.data_parallel import is_sharded
-from ..compat.dispatch_modes import num_active_dispatch_modes
+from ..compat.dispatch_modes import innermost_mode
 from ..compat.tensors import plain_tensors, storage_key
 from ..model.structure import NO_MODEL, Structure
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
+from .paths import IN_A_CYCLE, NOBODY
 from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
@@ -69,6 +70,7 @@ class Meter(ParameterMeter):
         self._structure = NO_MODEL
         self._optimized: frozenset[str] | None = None
         self.walks = Walks(recording, self.seconds_for_walks, self.measures_a_script)
+        self._freed_before = 0  # storages whose frees were to be counted when a collection began
         # Compiled code keeps the call of a module that it was made from, also after the block.
         self.is_running = False
 
@@ -99,6 +101,8 @@ class Meter(ParameterMeter):
                 watch_compiled_calls(self.on_compiled_call, run_eagerly=self.runs_compiled_eagerly)
             )
             self.watch = undo.enter_context(Watch(self.observe))
+            undo.callback(gc.callbacks.remove, self.note_collection)
+            gc.callbacks.append(self.note_collection)
             self.exit_stack = undo.pop_all()
         self.is_running = True
 
@@ -143,7 +147,7 @@ class Meter(ParameterMeter):
             if (
                 threading.get_ident() != self._thread
                 and not in_backward()
-                and not num_active_dispatch_modes()
+                and innermost_mode() is not self.watch
             ):
                 self.on_other_thread(module)
                 return call(module, *args, **kwargs)
@@ -255,6 +259,16 @@ class Meter(ParameterMeter):
         forward = self.position.open
         if forward is not None and not forward.has_weights and has_parameters(module):
             self.position.find_weights()
+
+    def note_collection(self, phase: str, _: dict) -> None:
+        """Python's collector begins, or has ended: what it has freed was in reference cycles."""
+        freed = self.recording.freed
+        if phase == "start":
+            self._freed_before = len(freed)
+            return
+        for entry in list(freed)[self._freed_before :]:
+            if not (entry.held or NOBODY).path:  # else the name that it had says more
+                entry.held = IN_A_CYCLE
 
     # What a diagnosis asks
 

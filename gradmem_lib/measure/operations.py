@@ -27,7 +27,7 @@ from ..names import (
 from .facts import FIRST_READ_PARAMETER
 from .in_place_gradients import InPlaceGradients
 from .moments import Position
-from .recording import EXISTED, NO_CATEGORY, Entry, Recording
+from .recording import EXISTED, Entry, Recording
 from .source_lines import calling_line
 from .storages import own_storage, storages_of, tensors_in
 from .watch import Operator, operator_of
@@ -38,6 +38,8 @@ GATHERED = "gathered parameters"
 READ = "first read"
 COPY = "copy of a storage"
 FORWARDS = (TRAINING_FORWARD, LOSS, EVALUATION, BETWEEN_STEPS)
+# Before a script's first forward, its weights are of no category so far.
+ORIGINS = (names.GRADIENTS, names.PARAMETERS, names.OTHER)
 LARGE_PART = 8  # of tensors above this part of the peak it is known whether they are expanded
 EXPANDS = 4  # an upsampling to twice the height and width does not count
 Owner = tuple[weakref.ref, type] | str  # a module (see `as_owner`), or a name
@@ -240,15 +242,14 @@ class OperationMeter:
         """A forward begins that records gradients: perhaps the first of a step, or of a turn."""
         recording, position = self.recording, self.position
         recording.step += position.begin_step()
-        if recording.turn != position.turn:
-            recording.begin_turn(position.turn)
+        recording.turn = position.turn
 
     def _note_origin(self, entry: Entry, args: tuple) -> None:
         """Note what a diagnosis asks later about a tensor that a forward has made, or code between
         steps.
 
-        Is it much larger than what it was computed from? Was it computed from gradients alone? Does
-        autograd keep a Python number for it?
+        Is it much larger than what it was computed from? Does it continue a tensor that was joined
+        before? Was it computed from gradients alone, or from weights?
         """
         self._note_expansion(entry, args)
         if entry.op is operators.join:
@@ -259,14 +260,7 @@ class OperationMeter:
         in_no_module = entry.moment == TRAINING_FORWARD and not self.stack
         outside = entry.moment == BETWEEN_STEPS or in_no_module
         if outside and not operators.reads_only_a_shape(entry.op):
-            entry.source = self._category_of_reads(args)
-        if entry.moment == BETWEEN_STEPS:
-            return
-        if entry.op is operators.multiply or entry.op is operators.divide:
-            # The gradient of x * 0.5 needs the 0.5, which autograd keeps without a dispatch.
-            by_a_number = not isinstance(args[1], torch.Tensor)
-            if by_a_number and args[0].requires_grad and torch.is_grad_enabled():
-                self.recording.note_number()
+            entry.origin = self._origin_of_reads(args)
 
     def _note_expansion(self, entry: Entry, args: tuple) -> None:
         """Note if it is a large part of the peak, and much larger than what it was made from."""
@@ -290,24 +284,23 @@ class OperationMeter:
             read += storage.nbytes()
         return 0 < read * EXPANDS < nbytes
 
-    def _category_of_reads(self, args: tuple) -> int:
-        """Gradients or parameters, if an operation reads nothing else; or ``NO_CATEGORY``.
+    def _origin_of_reads(self, args: tuple) -> Entry | None:
+        """The gradient, the weight, or the tensor that may become a weight, from which an operation
+        computes; ``None`` if it reads anything else as well.
 
         What was computed from gradients alone, such as a copy of them, counts as gradients.
         """
-        found = NO_CATEGORY
+        found = None
         for storage in storages_of(args):
             entry = self.recording.live.get(storage_key(storage))
-            if entry is None:
-                return NO_CATEGORY
-            category = entry.category
-            if category in (names.OTHER, names.ACTIVATIONS):
-                category = entry.source
-            if category not in (names.GRADIENTS, names.PARAMETERS):
-                return NO_CATEGORY
-            if found not in (NO_CATEGORY, category):
-                return NO_CATEGORY  # both of them
-            found = category
+            if entry is not None and entry.category in (names.OTHER, names.ACTIVATIONS):
+                entry = entry.origin or entry
+            if entry is None or entry.category not in ORIGINS:
+                return None
+            is_alike = found is None or found.category == entry.category != names.OTHER
+            if not is_alike and found is not entry:
+                return None  # a gradient and a weight, or two that are not known
+            found = entry
         return found
 
     def owner(self) -> Owner:

@@ -101,6 +101,7 @@ class Held(NamedTuple):
 
 
 NOBODY = Held("")  # no name was found, though all that may have been were looked at
+IN_A_CYCLE = Held("", kind="cycle")
 
 
 class Edge(NamedTuple):
@@ -142,16 +143,14 @@ def who_holds(
         callbacks = Edge("weakref.finalize", dict(vars(weakref.finalize)))
         walk.search([*of_libraries, callbacks])
         walk.search(iterators)
-        if not everywhere and walk.is_complete and not walk.has_enough():
-            for key in wanted:
-                walk.claim(key, NOBODY)
+        held_by_the_rest = NOBODY
         if everywhere and not walk.has_enough():
             walk.search_in_circles()
-        if everywhere and not walk.has_enough():
             walk.search(_names_of_modules(own=False))
-            if walk.is_complete:
-                for key in wanted:
-                    walk.claim(key, Held("", kind="C++", in_script=False))
+            held_by_the_rest = Held("", kind="C++", in_script=False)
+        if walk.is_complete and not walk.has_enough():
+            for key in wanted:
+                walk.claim(key, held_by_the_rest)
         return walk.found
 
 

@@ -1,5 +1,7 @@
 """The live storages, their bytes by category, and both at every moment of a run."""
 
+from __future__ import annotations
+
 import heapq
 import weakref
 from collections import deque
@@ -12,7 +14,15 @@ import torch
 from torch import UntypedStorage
 
 from ..compat.tensors import storage_key
-from ..names import BETWEEN_STEPS, CATEGORIES, MOMENTS, PHASE_OF_MOMENT, PHASES, TEMPORARIES
+from ..names import (
+    BETWEEN_STEPS,
+    CATEGORIES,
+    MOMENTS,
+    OTHER,
+    PHASE_OF_MOMENT,
+    PHASES,
+    TEMPORARIES,
+)
 from .paths import Held
 from .storages import NO_STORAGE, has_memory, storages_of
 from .timeline import Holder, MemorySnapshot, largest_of_windows
@@ -26,7 +36,6 @@ MAX_PENDING_LIFETIMES = 8192
 MAX_BATCHES = 1024
 MAX_PAST = 16_384  # the last freed storages whose lines and shapes are known
 EXISTED = -1  # the step of a storage that was there before its first use
-NO_CATEGORY = -1  # a storage was computed from several categories, or it is not known from which
 _PHASES = np.array(PHASE_OF_MOMENT)
 
 
@@ -41,9 +50,9 @@ class Entry(weakref.ref):
 
     Few entries have these, and the others have the values below. ``expanded``: it is several times
     larger than all that it was computed from. ``is_result``: an outermost module has returned it.
-    ``source``: the category of all that it was computed from outside of modules. ``stop``: the
-    first sample without it, if it was freed. ``updated``: the last step of an optimizer that has
-    this weight, or this state. ``continues``: a part of it was joined before.
+    ``origin``: a gradient or a weight, if it was computed outside of modules from such ones alone.
+    ``stop``: the first sample without it, if it was freed. ``updated``: the last step of an
+    optimizer that has this weight, or this state. ``continues``: a part of it was joined before.
     ``parts_until``: the last step before which, or in whose first use, a part of it was taken.
     ``held``: who held it when a walk has last met it.
     """
@@ -79,25 +88,30 @@ class Entry(weakref.ref):
     turn: int
     expanded = False
     is_result = False
-    source = NO_CATEGORY
+    origin: Entry | None = None
     stop: int | None = None
     updated = -1
     continues = False
     parts_until = -1
     held: Held | None = None
 
+    @property
+    def computed_from(self) -> str:
+        """ "gradients" or "parameters", which its origin may have become later, or nothing."""
+        if self.origin is None or self.origin.category == OTHER:
+            return ""
+        return CATEGORIES[self.origin.category]
+
 
 class Peak:
     """The sample with the most bytes since some moment.
 
     ``freed_since``: the entries that were alive at that sample and have been freed after it.
-    ``saved_numbers``: as in ``Recording``, at that sample.
     """
 
     def __init__(self) -> None:
         self.total, self.moment, self.step, self.turn = 0, BETWEEN_STEPS, 0, 0
         self.sample = -1
-        self.saved_numbers = 0
         self.freed_since: list[Entry] = []
 
 
@@ -122,7 +136,6 @@ class Recording:
         self.op, self.moment = 0, BETWEEN_STEPS  # of the last operation
         self.step = 0  # optimizer steps that are finished
         self.turn = 0  # see `Position`
-        self.saved_numbers = 0  # Python numbers that autograd has kept since the turn began
         # Where training goes on with batches of another size: (operation, rows of the batch)
         self.batches: list[tuple[int, int]] = []
         self.count = 0  # samples so far
@@ -276,22 +289,11 @@ class Recording:
         self.sample(func)
         self.total -= nbytes
 
-    def begin_turn(self, turn: int) -> None:
-        """The first forward of a turn begins."""
-        self.turn, self.saved_numbers = turn, 0
-
     def note_batch(self, rows: int) -> None:
         """Training goes on with a batch of ``rows`` rows; 0 if that is not known."""
         before = self.batches[-1][1] if self.batches else 0
         if rows not in (0, before) and len(self.batches) < MAX_BATCHES:
             self.batches.append((self.op, rows))
-
-    def note_number(self) -> None:
-        """Autograd keeps a Python number, which the total does not contain."""
-        self.saved_numbers += 1
-        for peak in (self.run_peak, self.window_peak):
-            if self.total == peak.total:  # of several such moments, the last has the most numbers
-                peak.saved_numbers = max(peak.saved_numbers, self.saved_numbers)
 
     # Samples
 
@@ -303,7 +305,6 @@ class Recording:
                 if total > peak.total:
                     peak.total, peak.moment, peak.step = total, moment, self.step
                     peak.turn, peak.sample, peak.freed_since = self.turn, self.count, []
-                    peak.saved_numbers = self.saved_numbers
         if total > self.moment_peaks.get(moment, -1):
             self.moment_peaks[moment] = total
             self.moments_seen.add(moment)

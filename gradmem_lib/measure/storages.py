@@ -6,7 +6,7 @@ so each storage counts once.
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -18,23 +18,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # ValueError: a lazy module has no size
 NO_STORAGE = (NotImplementedError, RuntimeError, ValueError)
 _META = torch.device("meta")
-_HOLD_NOTHING = (
-    torch.nn.Parameter,
-    torch.nn.Module,
-    torch.device,
-    torch.dtype,
-    type,
-    str,
-    bytes,
-    int,
-    float,
-    complex,
-    ModuleType,
-    FunctionType,
-    MethodType,
-    BuiltinFunctionType,
-    type(None),
-)
+# Their attributes are not asked for. Numbers and text have none.
+_HOLD_NOTHING = (torch.nn.Parameter, torch.nn.Module, type, ModuleType, FunctionType)
 _BY_ROW, _BY_COLUMN = (torch.sparse_csr, torch.sparse_bsr), (torch.sparse_csc, torch.sparse_bsc)
 
 

@@ -25,10 +25,9 @@ backward by other operations while a mode is active:
 - Forward-mode derivatives (``torch.func.jvp``) make other temporaries.
 
 A Python number that autograd keeps for backward (``x * 0.5``) has 8 bytes on the CPU that no
-operation shows: ``tracker.saved_numbers``. An optimizer's step may have 8 more while it runs, for a
-number that it gives to an operation. Memory that numpy or a mapped file brings counts as the
-tensors in it, though PyTorch's allocator did not give it out. On a CUDA card, ``tracker.allocator``
-has the allocator's own figures.
+operation shows, and so does a number that an optimizer's step gives to an operation. Memory that
+numpy or a mapped file brings counts as the tensors in it, though PyTorch's allocator did not give
+it out. On a CUDA card, ``tracker.allocator`` has the allocator's own figures.
 """
 
 from __future__ import annotations
@@ -80,8 +79,6 @@ if TYPE_CHECKING:
 
 TIMELINE_SAMPLES = 16_384
 MOST_BLOCKS = 2000  # storages that a picture shows by themselves
-SOURCES = (*CATEGORIES, "")  # of NO_CATEGORY, which is -1
-NUMBER_BYTES = 8  # a Python number as a tensor: float64 or int64
 LIVE_FRAME_SECONDS = 0.1  # between the frames of a live plot, at least
 FRAMES_SHARE = 0.2  # of the time, at most: what frames cost depends on the model and the machine
 
@@ -158,14 +155,6 @@ class MemoryTracker:
         """The moment with the most live bytes."""
         with self._meter.lock:
             return self._recording.at(self._recording.run_peak)
-
-    @property
-    def saved_numbers(self) -> int:
-        """Bytes that the CPU's allocator may have had beside the peak: 8 for each Python number
-        that autograd kept for backward (``x * 0.5``). No operation shows them, so no other figure
-        here has them. At a peak in backward, some of them are free already.
-        """
-        return NUMBER_BYTES * self._recording.run_peak.saved_numbers
 
     @property
     def peak_by_phase(self) -> dict[str, int]:
@@ -305,10 +294,7 @@ class MemoryTracker:
 
     def __repr__(self) -> str:
         card = "".join(f", CUDA {name} {n:,} bytes" for name, n in (self.allocator or {}).items())
-        numbers = ""
-        if self.saved_numbers and self.device.type == "cpu":
-            numbers = f", beside it up to {self.saved_numbers:,} bytes of saved Python numbers"
-        return f"MemoryTracker(peak {self.peak}{numbers}{card})"
+        return f"MemoryTracker(peak {self.peak}{card})"
 
     def reset_peak(self) -> None:
         """Forget the peak, and search for a new one from the bytes that are live now.
@@ -342,11 +328,6 @@ class MemoryTracker:
         with self._meter.lock:
             self._recording.tag(found, CATEGORIES.index(category), "watched")
             self._meter.sample()
-
-    @classmethod
-    def any_runs(cls) -> bool:
-        """Whether some tracker measures now: another one would be refused."""
-        return cls._running is not None
 
     @classmethod
     def of_script(cls) -> MemoryTracker | None:
@@ -424,7 +405,7 @@ class MemoryTracker:
                     expanded=entry.expanded,
                     made_in=MOMENTS[entry.moment],
                     is_result=entry.is_result,
-                    computed_from=SOURCES[entry.source],
+                    computed_from=entry.computed_from,
                     updated=entry.updated,
                     continues=entry.continues,
                     in_parts=entry.parts_until > entry.step,

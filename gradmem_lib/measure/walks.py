@@ -31,8 +31,7 @@ class Walks:
         self.height = 0  # live bytes at the last walk
 
     def look(self, frame: FrameType | None) -> None:
-        """Walk, if it is worth it and there is time for it."""
-        self.recording.drain()
+        """Walk, if it is worth it and there is time for it. All frees have been counted."""
         if not self.height and not self.at_once:
             self.height = self.recording.total
         if self.count >= MOST_WALKS or self.recording.total <= HIGHER * self.height:

@@ -24,14 +24,18 @@ from .. import names
 from ..compat.autograd import next_sequence_nr
 from ..compat.compiled import INSIDE_OF_COND
 from ..compat.dispatch_modes import innermost_mode
-from ..compat.tensors import plain_tensors
+from ..compat.tensors import plain_tensors, storage_key
+from ..compat.threads import threads_run_in
 from ..measure.budget import BudgetExceeded
 from ..measure.meter import Meter
 from ..measure.operations import Owner
 from ..measure.paths import longest_graph
 from ..measure.recording import NEW, Recording
+from ..measure.source_lines import calling_line
+from ..measure.storages import storages_of, tensors_in
 from ..measure.timeline import BY, MOMENT, TOTAL
 from ..measure.tracker import MemoryTracker
+from ..measure.watch import Watch
 from ..model.structure import Structure
 from ..names import IN_BACKWARD, LOSS, TRAINING_FORWARD
 from ..units import format_bytes
@@ -136,8 +140,29 @@ class ScriptMeter(Meter):
 
     def on_other_thread(self, module: nn.Module) -> None:
         self.note(
-            "modules ran in another thread than the script's first one, and are not counted there"
+            "modules ran in another thread than the script's first one: what they made there is "
+            "counted, and how they used it is not known"
         )
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        self.exit_stack.enter_context(threads_run_in(lambda: Watch(self.observe_elsewhere)))
+
+    @shielded
+    def observe_elsewhere(self, func: Any, args: tuple, kwargs: dict | None, out: Any) -> None:
+        """Called after every operation of another thread: count what it has made."""
+        recording, category = self.recording, names.OTHER
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args)):
+            category = names.ACTIVATIONS
+        with self.lock:
+            recording.drain()
+            before = recording.total
+            for tensor in tensors_in((out,)):
+                for storage in storages_of(tensor):
+                    if self.is_running and storage_key(storage) not in recording.live:
+                        recording.on_alloc(storage, category, "", func, tensor, calling_line())
+            if recording.total != before:
+                recording.sample(func)
 
     def on_moved(self, name: str, device: torch.device) -> None:
         """A parameter on another device is not counted, and that is all."""

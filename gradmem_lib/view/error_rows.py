@@ -81,7 +81,7 @@ def facts_of(error: ErrorText, figures: dict[str, int], moment: str, *, is_windo
     facts = Facts({name: shown(nbytes) for name, nbytes in figures.items()})
     if "free" in facts:
         facts["left"] = shown(facts["free"] + facts["idle"])
-    elif "total" in facts:
+    if "total" in facts:
         facts["beside"] = shown(facts["total"] - facts["allocated"])
     facts["moment"] = moment
     facts["held"] = shown(facts["allocated"] + facts["idle"] + facts["other"])

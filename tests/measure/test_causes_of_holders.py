@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from support.measured_scripts import START, measure
-from support.oom import COPIED, DATA
+from support.oom import COPIED, DATA, UNUSED
 
 from gradmem_lib.measure.causes_of_growth import COLLECTED, GROWTH
 
@@ -511,6 +511,86 @@ sgd.step()
         "logs",
         "p.exp()",
     ),
+    "an average that was begun before the first forward": Program(
+        """\
+net = nn.Sequential(nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 256))
+opt = torch.optim.Adam(net.parameters())
+average = {name: p.data.clone() for name, p in net.named_parameters()}
+for _ in range(4):
+    step(torch.randn(8, 256))
+    for name in average:
+        average[name] = 0.9 * average[name] + 0.1 * net.get_parameter(name).data
+""",
+        "p.data.clone() for name, p in net.named_parameters()",
+        "0 for name in ()",
+        COPIED,
+        "held by average",
+        "average = {",
+    ),
+    "the best model so far": Program(
+        """\
+class Best:
+    model = None
+for _ in range(4):
+    step(torch.randn(8, 64))
+    Best.model = copy.deepcopy(net)
+""",
+        "copy.deepcopy(net)",
+        "None",
+        COPIED,
+        "held by Best.model",
+        "copy.deepcopy(net)",
+    ),
+    "objects in cycles that are gone before the end": Program(
+        """\
+class Trainer:
+    def __init__(self):
+        self.net = nn.Linear(256, 256)
+        self.own = torch.optim.Adam(self.net.parameters())
+        self.callbacks = [self.fit]
+    def fit(self):
+        for _ in range(3):
+            self.net(torch.randn(8, 256)).square().mean().backward()
+            self.own.step()
+            self.own.zero_grad()
+        'let go'
+gc.collect()
+for _ in range(6):
+    Trainer().fit()
+gc.collect()
+for _ in range(4):
+    step(torch.randn(8, 64))
+""",
+        "'let go'",
+        "self.callbacks.clear()",
+        "Reference cycles keep tensors",
+        "refer to one another",
+        "self.own.step()",
+    ),
+    "a deep queue that another thread fills": Program(
+        """\
+def make():
+    return torch.randn(512, 64)
+def made(make):
+    x = make()
+    return lambda: x
+class Filling(threading.Thread):
+    def run(self):
+        for _ in range(40):
+            batches.put(made(make))
+batches = queue.Queue()
+thread = Filling()
+thread.start()
+thread.join()
+for _ in range(40):
+    step(batches.get()())
+""",
+        "put(made(make))",
+        "put(make)",
+        DATA,
+        "held by batches.queue",
+        "torch.randn(512, 64)",
+    ),
     "results of an evaluation": Program(
         """\
 step(torch.randn(64, 64))
@@ -556,6 +636,11 @@ recent, mine = collections.deque(maxlen=4), []
 for _ in range(12):
     recent.append(step(torch.randn(512, 64)).detach())
     mine = [*mine[-3:], recent[-1] * 2]
+""",
+    "data that is made after a forward that nothing uses": """\
+net(torch.randn(8, 64))
+for x in [torch.randn(512, 64) for _ in range(8)]:
+    step(x)
 """,
     "the first examples": """\
 examples = []
@@ -664,7 +749,7 @@ def test_the_holder_is_named_and_the_remedy_takes_the_bytes_away(name, measured)
 @pytest.mark.parametrize("name", BLAMELESS)
 def test_what_does_not_grow_is_not_accused(name, measured):
     names = {cause.name for cause in measured(BLAMELESS[name]).causes}
-    accused = {GROWTH, COLLECTED, COPIED, *(program.cause for program in PROGRAMS.values())}
+    accused = {GROWTH, COLLECTED, COPIED, UNUSED, *(program.cause for program in PROGRAMS.values())}
     assert not names & accused
 
 

@@ -295,6 +295,15 @@ Free (according to CUDA): 0 bytes
 PyTorch limit (set by user-supplied memory fraction)
                         : 17179869184.00 GiB
 
+cudaMallocAsync, more than is left beside tensors | full
+Live tensors take 10.35 GiB of the card's 11.99 GiB. Even without anything else
+asked=3.16GiB total=11.99GiB free=0B allocated=10.35GiB
+Allocation on device 0 would exceed allowed memory. (out of memory)
+Currently allocated     : 10.35 GiB
+Requested               : 3.16 GiB
+Device limit            : 11.99 GiB
+Free (according to CUDA): 0 bytes
+
 cudaMallocAsync, others | not divided
 PyTorch's tensors take 6.89 GiB of 23.69 GiB
 asked=320MiB total=23.69GiB free=2.94MiB allocated=6.89GiB

@@ -319,7 +319,7 @@ def test_a_model_that_is_compiled_is_refused_at_once_and_in_the_block(place):
     tracker = MemoryTracker(model)
     with pytest.raises(RuntimeError, match=f"^{place or 'OptimizedModule'} is compiled"), tracker:
         pass
-    assert not MemoryTracker.any_runs()
+    assert MemoryTracker._running is None
     refused = pytest.raises(RuntimeError, match=r"^OptimizedModule is compiled")
     with refused, MemoryTracker():
         compiled(torch.ones(16, 8))

@@ -425,5 +425,5 @@ def test_what_cannot_be_run_is_a_sentence(words, says, capsys, monkeypatch, tmp_
         status = leave.code
     assert status == 2
     assert says in capsys.readouterr().err.replace("\n", " ")
-    assert not MemoryTracker.any_runs()
+    assert MemoryTracker._running is None
     assert not list(tmp_path.iterdir())

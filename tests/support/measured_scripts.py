@@ -13,7 +13,7 @@ from gradmem_lib.measure.remedied_peak import peak_without
 from gradmem_lib.run.tracking import ScriptMeter, ScriptTracker
 
 START = """
-import collections, functools, gc, torch
+import collections, copy, functools, gc, queue, threading, torch
 from torch import nn
 torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
