@@ -89,10 +89,13 @@ def _are_true(mode: "QuickFakeMode", args: tuple) -> bool:
     return True
 
 
-# Operators of masks. Where all values in their arguments are known, those in their results are too.
-# They are computed for real if a module reads one, as torch's own nn.Transformer does, which asks
-# whether its mask is the causal one.
+# Operators of masks and ranges. Where all values in their arguments are known, so are those in
+# their results. They are computed for real if a module reads one: torch's own nn.Transformer asks
+# whether its mask is the causal one, and a loss goes through a range of dimensions.
 _COMPUTED = {
+    _aten.arange.default,
+    _aten.arange.start,
+    _aten.arange.start_step,
     _aten.full.default,
     _aten.ones.default,
     _aten.zeros.default,
@@ -109,13 +112,20 @@ _COMPUTED = {
     operators.copy_to,
     _aten.transpose.int,
     _aten.slice.Tensor,
+    _aten.unbind.int,
 }
 # What computes the same without a change of its argument.
 _IN_A_NEW_TENSOR = {_aten.masked_fill_.Scalar: _aten.masked_fill.Scalar}
 
 
 def _computed(func: Any, args: list, kwargs: dict) -> Any:
-    return func(*[one() if isinstance(one, partial) else one for one in args], **kwargs)
+    settings = dict(kwargs)
+    settings.pop("device", None)  # a card may not be there
+    return func(*[one() if isinstance(one, partial) else one for one in args], **settings)
+
+
+def _part_of(known: partial, index: int) -> Tensor:
+    return known()[index]
 
 
 _KNOWN_VALUES: dict[Any, Callable] = {
@@ -126,15 +136,6 @@ _KNOWN_VALUES: dict[Any, Callable] = {
     _aten.le.Scalar: _comparison(operator.le),
     operators.all_are_true: _are_true,
 }
-
-
-# Operators that make a range, from numbers alone: its values are known without any tensor.
-_RANGES = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
-# Longer ranges stay without values. Short ones are such as the dimensions that a loss is summed
-# over; positions of tokens are more.
-LONGEST_KNOWN_RANGE = 8
-# One set, since every operator is looked up in it.
-_MAY_TELL_VALUES = _KNOWN_VALUES.keys() | _RANGES
 
 
 class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
@@ -164,14 +165,10 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             value = self._known_value(args[0])
             if value is not None:
                 return value
-        if func in _MAY_TELL_VALUES:
+        if func in _KNOWN_VALUES:
             return self._compute_known(func, types, args, kwargs or {})
         if func in _COMPUTED and (known := self._deferred(func, args, kwargs or {})):
-            out = self._compute(func, types, args, kwargs or {})
-            # A view gets its version, and a changed tensor one more, when this has returned.
-            source = args[0] if _is_view(func) else out
-            self.note_known(out, known, version(source) + (out is args[0]))
-            return out
+            return self._compute_deferred(func, types, args, kwargs or {}, known)
         key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
@@ -224,30 +221,25 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         if real_tensor and any(r.alias_info is not None for r in operators.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
 
-    def _range(self, func, types, args, kwargs) -> FakeTensor:
-        """A range. A short one has its numbers, which a module or a loss may read."""
-        start, stop, step = 0, args[0], 1
-        if len(args) > 1:
-            start, stop = args[:2]
-        if len(args) > 2:
-            step = args[2]
-        is_long = abs(stop - start) > LONGEST_KNOWN_RANGE * abs(step)
-        # The numbers are made for real, and there may be no real card.
-        on_card = str(kwargs.get("device") or "cpu") != "cpu"
-        if is_long or on_card:
-            return self._compute(func, types, args, kwargs)
-        with without_modes():
-            real = func(*args, **kwargs)
-        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
-
     def _compute_known(self, func, types, args, kwargs):
         """The result of an operation that may tell something about the values in it."""
-        if func in _RANGES:
-            return self._range(func, types, args, kwargs)
         out = self._compute(func, types, args, kwargs)
         known = _KNOWN_VALUES[func](self, args)
         if known is not None:
             self.note_known(out, known, version(out))
+        return out
+
+    def _compute_deferred(self, func, types, args, kwargs, known: partial):
+        """The result of an operation whose values are ``known``."""
+        out = self._compute(func, types, args, kwargs)
+        # A view gets its version, and a changed tensor one more, when this has returned.
+        source = args[0] if _is_view(func) else out
+        known_version = version(source) + (out is args[0])
+        if isinstance(out, Tensor):
+            self.note_known(out, known, known_version)
+            return out
+        for index, part in enumerate(out):
+            self.note_known(part, partial(_part_of, known, index), known_version)
         return out
 
     def _deferred(self, func, args, kwargs) -> partial | None:
