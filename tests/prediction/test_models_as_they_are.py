@@ -178,7 +178,9 @@ def test_a_cache_that_is_on_is_predicted(use_cache):
 
 
 def test_a_recipes_step_has_no_cache_in_a_decoder_with_a_config_of_its_own():
-    model = T5ForConditionalGeneration(T5Config(64, 32, 16, 64, 2, num_heads=2))
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+    )
     assert model.decoder.config.use_cache
     prepare(model, RECIPE)
     assert not model.config.use_cache and not model.decoder.config.use_cache
