@@ -167,14 +167,22 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
                 return value
         if func in _KNOWN_VALUES:
             return self._compute_known(func, types, args, kwargs or {})
-        if func in _COMPUTED and (known := self._deferred(func, args, kwargs or {})):
-            return self._compute_deferred(func, types, args, kwargs or {}, known)
-        key = self._key(func, args, kwargs or {})
+        known = None
+        if func in _COMPUTED:  # before a change in place
+            known = self._deferred(func, args, kwargs or {})
+        out = self._answer(func, types, args, kwargs or {})
+        if known is not None:
+            self._note_deferred(func, args, out, known)
+        return out
+
+    def _answer(self, func, types, args, kwargs):
+        """The result, from the cache if it is there."""
+        key = self._key(func, args, kwargs)
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
         if func in operators.profiler_marks:
-            return func(*args, **kwargs or {})  # a profiler's mark, without tensors
-        out = self._compute(func, types, args, kwargs or {})
+            return func(*args, **kwargs)  # a profiler's mark, without tensors
+        out = self._compute(func, types, args, kwargs)
         self._refuse(func, args, out)
         for correct in self._corrections.get(func, ()):
             out = correct(args, out)
@@ -229,18 +237,15 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             self.note_known(out, known, version(out))
         return out
 
-    def _compute_deferred(self, func, types, args, kwargs, known: partial):
-        """The result of an operation whose values are ``known``."""
-        out = self._compute(func, types, args, kwargs)
-        # A view gets its version, and a changed tensor one more, when this has returned.
+    def _note_deferred(self, func, args, out, known: partial) -> None:
+        # A view gets its version, and a changed tensor one more, when the operation has returned.
         source = args[0] if _is_view(func) else out
         known_version = version(source) + (out is args[0])
         if isinstance(out, Tensor):
             self.note_known(out, known, known_version)
-            return out
+            return
         for index, part in enumerate(out):
             self.note_known(part, partial(_part_of, known, index), known_version)
-        return out
 
     def _deferred(self, func, args, kwargs) -> partial | None:
         """What computes the values in a result; ``None`` if those of an argument are not known."""
