@@ -165,14 +165,14 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             value = self._known_value(args[0])
             if value is not None:
                 return value
+        known = None  # looked up before a change in place
         if func in _KNOWN_VALUES:
-            return self._compute_known(func, types, args, kwargs or {})
-        known = None
-        if func in _COMPUTED:  # before a change in place
+            known = _KNOWN_VALUES[func](self, args)
+        elif func in _COMPUTED:
             known = self._deferred(func, args, kwargs or {})
         out = self._answer(func, types, args, kwargs or {})
         if known is not None:
-            self._note_deferred(func, args, out, known)
+            self._note_result(func, args, out, known)
         return out
 
     def _answer(self, func, types, args, kwargs):
@@ -229,15 +229,7 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         if real_tensor and any(r.alias_info is not None for r in operators.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
 
-    def _compute_known(self, func, types, args, kwargs):
-        """The result of an operation that may tell something about the values in it."""
-        out = self._compute(func, types, args, kwargs)
-        known = _KNOWN_VALUES[func](self, args)
-        if known is not None:
-            self.note_known(out, known, version(out))
-        return out
-
-    def _note_deferred(self, func, args, out, known: partial) -> None:
+    def _note_result(self, func, args, out, known: Any) -> None:
         # A view gets its version, and a changed tensor one more, when the operation has returned.
         source = args[0] if _is_view(func) else out
         known_version = version(source) + (out is args[0])
