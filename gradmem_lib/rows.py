@@ -18,7 +18,7 @@ _WORDS = {
     "elementwise": "selective",
     "float32": "32 32-true float fp32 full no tf32",
     "fp16": "float16 half",
-    "fsdp": "full-shard fully-shard hsdp hybrid-shard stage3 zero-3 zero3",
+    "fsdp": "full-shard fully-shard hsdp hybrid-shard stage3 zero zero-3 zero3",
     "flash_attention_2": "fa2 flash-attention flash-attn flash2",
     "fused": "efficient flash mem-efficient memory-efficient sdp xformers",
     "mlp": "feed-forward ffn",
@@ -26,6 +26,7 @@ _WORDS = {
     "nf4-double": "double-quant",
     "per-layer": "all block full gradient-checkpointing true yes",
     "qlora": "4bit",
+    "sgd": "momentum sgd-momentum sgdm",
     "zero1": "stage1",
     "zero2": "shard-grad-op stage2 zero-2",
 }

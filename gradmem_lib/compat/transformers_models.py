@@ -1,11 +1,11 @@
 """Models and trainers of transformers, and the models that peft wraps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..hf_names import CHECKPOINTING_METHODS
 
@@ -53,31 +53,32 @@ def attention_by_values(
     With real tensors, transformers checks whether any token is masked and whether several sequences
     are packed in a row. It builds no mask if neither is so. Fake tensors have no values to check,
     so it would build a mask: sequence x sequence bytes that no real run has. ``masked`` and
-    ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway, except
-    for a kernel that ``takes_no_mask``.
+    ``packed`` answer in their place. A window shorter than the sequence needs a mask anyway (one
+    for each row, if the batch has an ``attention_mask``), except for a kernel that
+    ``takes_no_mask``.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     name, find_packed = "gradmem_fused", masking_utils.find_packed_sequence_indices
 
-    def mask(*args, attention_mask=None, **kwargs):
-        if takes_no_mask:
-            return None
-        return masking_utils.sdpa_mask(
-            *args, attention_mask=attention_mask if masked else None, **kwargs
-        )
+    def mask(*args, **kwargs):
+        return None if takes_no_mask else masking_utils.sdpa_mask(*args, **kwargs)
 
     def are_packed(position_ids):
         found = find_packed(position_ids)  # called in any case: its search takes memory too
         return found if packed else None
 
+    def causal_left_out(
+        padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size=None
+    ):
+        if _has_window(kv_length, local_attention_size) or q_length != kv_length:
+            return False
+        return _hides_nothing(padding_mask, masked, masking_utils.fast_all)
+
     def left_out(padding_mask, kv_length, local_attention_size=None):
-        if padding_mask is not None:
-            padding_mask.all()  # for the same reason
-            if masked:
-                return False
-        return local_attention_size is None or kv_length < local_attention_size
+        hides_nothing = _hides_nothing(padding_mask, masked, Tensor.all)
+        return hides_nothing and not _has_window(kv_length, local_attention_size)
 
     with ExitStack() as undo:
         for table, function in (
@@ -87,8 +88,21 @@ def attention_by_values(
             table.register(name, function)
             undo.callback(table._global_mapping.pop, name, None)  # there is no public way
         undo.enter_context(patch.object(masking_utils, "find_packed_sequence_indices", are_packed))
+        undo.enter_context(patch.object(masking_utils, "_ignore_causal_mask_sdpa", causal_left_out))
         undo.enter_context(patch.object(masking_utils, "_ignore_bidirectional_mask_sdpa", left_out))
         yield name
+
+
+def _has_window(kv_length: int, size: int | None) -> bool:
+    """Whether tokens see fewer tokens than there are."""
+    return size is not None and kv_length >= size
+
+
+def _hides_nothing(padding_mask: Tensor | None, masked: bool, are_all: Callable) -> bool:
+    if padding_mask is None:
+        return True
+    are_all(padding_mask)  # called in any case, since it takes memory
+    return not masked
 
 
 def prepared_inputs(trainer: Any, batch: Any) -> Any:

@@ -250,7 +250,7 @@ def _notes(search: Search) -> list[str]:
     """What a reader of the plan should know about the model."""
     notes = []
     if search.work.uncut:
-        notes.append(f"The batch goes through in one piece. {search.work.uncut}.")
+        notes.append(f"The batch goes through in one piece: {search.work.uncut}.")
     if search.work.named:
         names = [_words_of(one) for one in search.work.named]
         notes.append(f"Checkpoints are those of the layers in {', '.join(names)}.")

@@ -187,7 +187,7 @@ def _check_cut(model: nn.Module, config, example: dict | None = None) -> None:
     for name, value in (example or {}).items():
         if isinstance(value, bool):
             flags[name] = value
-    check_pieces(model, flags, "micro-batches")
+    check_pieces(model, flags, "accumulation")
     # The caller's modes, autocast and random numbers have no part in this.
     autocast = torch.autocast("cpu", enabled=False)
     with without_modes(), autocast, torch.random.fork_rng([]):
@@ -264,7 +264,7 @@ def _with_rows(
         if batch is None:
             _check_cut(model, config, example)
         else:  # the step itself asks the model, before it takes a batch in pieces
-            check_pieces(model, batch, "micro-batches")
+            check_pieces(model, batch, "accumulation")
     except ValueError as error:
         uncut = str(error)
     try:

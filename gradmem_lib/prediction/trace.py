@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Self
+from typing import Any, Self
 from unittest.mock import patch
 from weakref import ref
 
@@ -23,7 +23,7 @@ from ..model.inputs import example_batch
 from ..names import is_flash
 from ..techniques.data_parallel import Processes
 from ..techniques.second_run import watched_modules
-from ..training.prepare import prepare, set_attention
+from ..training.prepare import caching_configs, prepare, set_attention
 from ..training.step import (
     autocast,
     check_own_loss,
@@ -218,11 +218,11 @@ class _FakeStep:
         model = fake_copy(source.skeleton, keep, self.without_graph)
         self.lists = self._kept_layers(model)
         modes = {module: module.training for module in model.modules()}
-        cache = getattr(getattr(model, "config", None), "use_cache", None)
+        caching = caching_configs(model)
         prepared = prepare(model, self.recipe, mesh=mesh)
         stack.callback(prepared.undo.close)
         if source.is_user_module:
-            _restore_settings(prepared.model, model, modes, cache)
+            _restore_settings(prepared.model, model, modes, caching)
         if attention_of(model) == "sdpa":
             set_attention(model, attention)
         if question.batch is None:
@@ -366,7 +366,7 @@ def _module_tensors(model: nn.Module) -> list[int]:
 
 
 def _restore_settings(
-    prepared: nn.Module, model: nn.Module, modes: dict[nn.Module, bool], cache: bool | None
+    prepared: nn.Module, model: nn.Module, modes: dict[nn.Module, bool], caching: list[Any]
 ) -> None:
     """Give a user's module its own settings back: a loop of its own does not change them.
 
@@ -374,8 +374,8 @@ def _restore_settings(
     """
     for module in prepared.modules():
         module.training = modes.get(module, modes[model])
-    if cache:
-        model.config.use_cache = True
+    for config in caching:
+        config.use_cache = True
 
 
 def _mask_flags(question: Question) -> tuple[bool, bool, bool]:

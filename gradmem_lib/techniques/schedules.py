@@ -226,9 +226,10 @@ def checked_schedule(
         isinstance(every, str) and (every in names or first_layers(every) is not None)
     ):
         return every
-    if isinstance(every, (list, tuple)) and every and all(map(is_positive_int, every)):
+    if _are_lengths(every):
         return tuple(every)
-    near = nearest_word(every, names)
+    written = every.replace("_", "-") if isinstance(every, str) else every
+    near = written if first_layers(written) is not None else nearest_word(every, names)
     if near is not None:
         raise ValueError(f"{what}={every!r} is not known: did you mean {near!r}?")
     raise ValueError(
@@ -236,6 +237,10 @@ def checked_schedule(
         "(a whole number of at least 1), 'first-5' for the first 5 layers one by one (fit finds "
         "how many), or a list of segment lengths such as [4, 3, 2]"
     )
+
+
+def _are_lengths(every: Any) -> bool:
+    return isinstance(every, (list, tuple)) and bool(every) and all(map(is_positive_int, every))
 
 
 def first_layers(every: Any) -> int | None:
@@ -265,10 +270,9 @@ def segments_for(every: Any, n: int) -> Schedule | None:
 
 def total_layers(segments: Sequence[int]) -> int:
     """How many layers a schedule has. Raises ``ValueError`` for something else."""
-    lengths = checked_schedule(segments, "segments")
-    if not isinstance(lengths, tuple):
+    if not _are_lengths(segments):
         raise ValueError(f"segments={segments!r}: give a list of segment lengths of at least 1")
-    return sum(lengths)
+    return sum(segments)
 
 
 def _sizes(

@@ -180,8 +180,7 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
         model.train()
     for part in left_in_eval_mode(model):
         part.train()
-    config = getattr(model, "config", None)
-    if getattr(config, "use_cache", False):
+    for config in caching_configs(model):
         config.use_cache = False
     attention = recipe.attention
     if attention is not None and not is_flash(attention):
@@ -205,6 +204,12 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
         quantize_base(model, recipe.storage, recipe.dtype_of_products)
     refuse_frozen(model)
     return exact
+
+
+def caching_configs(model: nn.Module) -> list[Any]:
+    """The configs, of ``model`` and of parts such as a decoder, that ask for a key-value cache."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in configs if getattr(config, "use_cache", False)]
 
 
 def _exact_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:

@@ -40,7 +40,8 @@ def arguments(recipe: Recipe, micro_batch: int) -> dict[str, Any]:
     """The fields of ``TrainingArguments`` that ``recipe`` decides, for micro-batches of
     ``micro_batch`` rows.
 
-    ``Trainer`` has no argument for segments or torch's Adafactor: ``make_trainer`` adds them.
+    ``Trainer`` has no argument for segments, torch's Adafactor or a class of optimizers:
+    ``make_trainer`` adds them.
     """
     chosen: dict[str, Any] = {"per_device_train_batch_size": micro_batch}
     chosen["gradient_accumulation_steps"] = recipe.accumulation

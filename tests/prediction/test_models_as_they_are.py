@@ -21,6 +21,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.models.llama import modeling_llama
 
@@ -28,6 +30,7 @@ from gradmem_lib import MemoryTracker, Recipe, predict
 from gradmem_lib.course import models
 from gradmem_lib.prediction.question import CannotTrace, Source
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.training.prepare import prepare
 
 AS_IT_IS = Recipe(precision=None, attention=None)
 RECIPE = Recipe(attention=None, optimizer="sgd")
@@ -172,6 +175,15 @@ def test_a_cache_that_is_on_is_predicted(use_cache):
     without = predict(cfg, **ASK, recipe=Recipe(attention=None))
     assert predicted.peak == tracked_loop(model).peak
     assert (predicted.peak == without.peak) == (not use_cache)  # a recipe's own step has none
+
+
+def test_a_recipes_step_has_no_cache_in_a_decoder_with_a_config_of_its_own():
+    model = T5ForConditionalGeneration(
+        T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+    )
+    assert model.decoder.config.use_cache
+    prepare(model, RECIPE)
+    assert not model.config.use_cache and not model.decoder.config.use_cache
 
 
 class Wider(modeling_llama.LlamaRMSNorm):

@@ -363,6 +363,31 @@ class Dropping(nn.Module):
 
 for how in ("gt", "ge", "lt", "le"):
     PROGRAMS[f"drops {how}"] = Program(partial(Drops, float(how == "lt"), how))
+
+
+class Masked(nn.Module):
+    """torch's own layers ask by its values whether a mask is the causal one."""
+
+    def __init__(self, mask):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.layers, self.mask = nn.TransformerEncoder(layer, 2), mask
+        self.register_buffer("held", causal_mask(9))
+
+    def forward(self, x):  # (rows, tokens, 8)
+        return self.layers(x, self.mask(self, x.shape[1])).square().mean()
+
+
+causal_mask = nn.Transformer.generate_square_subsequent_mask
+MASKS = {
+    "of torch": lambda module, n: causal_mask(n),
+    "in a buffer": lambda module, n: module.held[:n, :n],
+    "of booleans": lambda module, n: torch.ones(n, n).triu(1).bool(),
+    "by hand": lambda module, n: torch.zeros(n, n).masked_fill(torch.ones(n, n).tril() == 0, -1e9),
+    "not causal": lambda module, n: torch.full((n, n), -1.0),
+}
+for name, mask in MASKS.items():
+    PROGRAMS[f"a mask {name}"] = Program(partial(Masked, mask), torch.rand(2, 7, 8))
 PROGRAMS["drops no layer"] = Program(partial(Dropping, 0.0))
 PROGRAMS["drops no layer, by numpy"] = Program(partial(Dropping, 0.0, numpy_number))
 
@@ -568,6 +593,18 @@ class Reads(nn.Module):
         return y.sum()
 
 
+class Changed(Drops):
+    """What was known of its random number is so no more after a change in place."""
+
+    def __init__(self):
+        super().__init__(0.0, "gt")
+
+    def forward(self, x):
+        dice = torch.rand(1)
+        dice -= 0.5
+        return (self.linear(x).exp() if dice > self.p else self.linear(x)).mean()
+
+
 def sparse() -> nn.Module:
     return nn.Embedding(50, 16, sparse=True)
 
@@ -591,6 +628,7 @@ REFUSED = {
     ),
     "nonzero": Program(partial(Reads, lambda y: y[y > 0])),
     "reads a tensor.s value": Program(partial(Drops, 0.5, "gt")),
+    "reads a tensor.s value,": Program(Changed),
     "a parameter that is not in the module": Program(HoldsElsewhere),
     r"the model holds a tensor of shape \(8, 8\)": Program(ComputedOnce, loss=mean_square),
     r"\(1, 8\) has a graph.*zero_grad": Program(gradient_with_a_graph, loss=mean_square),

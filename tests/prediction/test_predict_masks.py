@@ -16,9 +16,11 @@ from gradmem_lib import Recipe, predict
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.prediction.question import CannotTrace
 
-FULL, HIDDEN = torch.ones(2, 16, dtype=torch.int64), (torch.arange(16) < 10).long().expand(2, 16)
-ONE_ROW = torch.stack([FULL[0], HIDDEN[0]])
-POSITIONS = torch.arange(16).expand(2, 16)
+ROWS = 4  # so that a micro-batch of half of them has several
+FULL = torch.ones(ROWS, 16, dtype=torch.int64)
+HIDDEN = (torch.arange(16) < 10).long().expand(ROWS, 16)
+ONE_PIECE = torch.cat([FULL[:2], HIDDEN[:2]])
+POSITIONS = torch.arange(16).expand(ROWS, 16)
 RECIPES = {
     "whole": Recipe(attention=None),
     "cut": Recipe(attention=None, accumulation=2, checkpointing="per-layer"),
@@ -27,7 +29,7 @@ RECIPES = {
 
 def text_batch(**more) -> dict:
     torch.manual_seed(0)
-    ids = torch.randint(3, 96, (2, 16))
+    ids = torch.randint(3, 96, (ROWS, 16))
     return {"input_ids": ids, "labels": ids, **more}
 
 
@@ -58,7 +60,7 @@ def test_a_mask_between_packed_sequences_is_predicted(positions):
 @pytest.mark.parametrize(
     ("family", "mask", "recipe"),
     [
-        ("llama", ONE_ROW, Recipe(accumulation=2)),
+        ("llama", ONE_PIECE, Recipe(accumulation=2)),
         ("bart", HIDDEN, Recipe()),  # its decoder makes a mask of its own, of ones
     ],
 )

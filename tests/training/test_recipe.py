@@ -33,6 +33,8 @@ from gradmem_lib.techniques.quantized import Linear4bit
         ({"compute_dtype": "bf16"}, "give quantized_base too"),
         ({"checkpointing": [2, 0]}, "list of segment lengths"),
         ({"checkpointing": True}, "did you mean 'per-layer'"),
+        ({"checkpointing": "first_5"}, "did you mean 'first-5'"),
+        ({"optimizer": "momentum"}, "did you mean 'sgd'"),
         ({"precision": torch.bfloat16}, "did you mean 'bf16'"),
         ({"sharding": "zero-3"}, "did you mean 'fsdp'"),
         ({"optimizer": partial(torch.optim.NAdam, weight_decay=0.1)}, "not to functools.partial"),
@@ -61,6 +63,7 @@ from gradmem_lib.techniques.quantized import Linear4bit
         ),
         # In several processes.
         ({"sharding": "zero3"}, "did you mean 'fsdp'"),
+        ({"sharding": "zero"}, "did you mean 'fsdp'"),
         ({"sharding": "ddp", "in_backward": True}, "with sharding='ddp'"),
         (
             {"sharding": "fsdp", "chunked_loss": True},
