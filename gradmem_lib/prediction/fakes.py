@@ -121,7 +121,12 @@ _IN_A_NEW_TENSOR = {_aten.masked_fill_.Scalar: _aten.masked_fill.Scalar}
 def _computed(func: Any, args: list, kwargs: dict) -> Any:
     settings = dict(kwargs)
     settings.pop("device", None)  # a card may not be there
-    return func(*[one() if isinstance(one, partial) else one for one in args], **settings)
+    values = []
+    for value in args:
+        if isinstance(value, partial):
+            value = value()
+        values.append(value)
+    return func(*values, **settings)
 
 
 def _part_of(known: partial, index: int) -> Tensor:
@@ -210,7 +215,9 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
     def known_of(self, tensor: Tensor) -> Any:
         """What is known of ``tensor``; ``None`` if nothing is, or if it was changed since."""
         known, known_version = self._known.get(tensor, (None, 0))
-        return known if known_version == version(tensor) else None
+        if known_version != version(tensor):
+            return None
+        return known
 
     def _refuse(self, func: Any, args: tuple, out: Any) -> None:
         """Refuse operations on tensors that are no part of the module, and sparse results."""
@@ -243,10 +250,11 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         """What computes the values in a result; ``None`` if those of an argument are not known."""
         inputs = []
         for value in args:
-            known = self.known_of(value) if isinstance(value, Tensor) else value
-            if isinstance(value, Tensor) and not isinstance(known, partial):
-                return None
-            inputs.append(known)
+            if isinstance(value, Tensor):
+                value = self.known_of(value)
+                if not isinstance(value, partial):
+                    return None
+            inputs.append(value)
         return partial(_computed, _IN_A_NEW_TENSOR.get(func, func), inputs, kwargs)
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:

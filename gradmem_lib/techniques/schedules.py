@@ -228,8 +228,10 @@ def checked_schedule(
         return every
     if _are_lengths(every):
         return tuple(every)
-    written = every.replace("_", "-") if isinstance(every, str) else every
-    near = written if first_layers(written) is not None else nearest_word(every, names)
+    near = nearest_word(every, names)
+    written = str(every).replace("_", "-")
+    if first_layers(written) is not None:
+        near = written
     if near is not None:
         raise ValueError(f"{what}={every!r} is not known: did you mean {near!r}?")
     raise ValueError(

@@ -208,8 +208,12 @@ def change_model(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]
 
 def caching_configs(model: nn.Module) -> list[Any]:
     """The configs, of ``model`` and of parts such as a decoder, that ask for a key-value cache."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return [config for config in configs if getattr(config, "use_cache", False)]
+    caching = []
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "use_cache", False):
+            caching.append(config)
+    return caching
 
 
 def _exact_weights(model: nn.Module, recipe: Recipe) -> dict[nn.Parameter, Tensor]:

@@ -370,8 +370,8 @@ def bert_large_16_rows() -> Finding:
             holds: All three are about right in mixed precision.
             why: With fused attention, 4 x 4 needs {gb(fused)}, as claimed,
                 but then 16 rows keep no scores either, and need {gb(whole_fused)}. Weights,
-                gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. By C13's 14,949 MB for 4 rows in
-                float32, 16 rows need more than 24 GB.
+                gradients and Adam's states alone take {gb(floor)}, so AdamW cannot reach 5 GB. By
+                C13's 14,949 MB for 4 rows in float32, 16 rows need more than 24 GB.
             needs: a card to see it run; the bytes are predicted
             """,
         figures=each("{} attention: peak", needs)

@@ -6,7 +6,7 @@ from ....compat.fake_ranks import fake_process_group
 from ....planning.cards import CARDS
 from ....techniques.sharding import shard
 from ...ledger import Finding, answers
-from ...ledger.finding import about, each, fits, gb
+from ...ledger.finding import about, each, fits
 from ...machine.compat import enable_checkpointing
 from ..shared.claim_runs import checkpointed, silent, tiny, token_ids, tracked_step
 from ..shared.seen import OperationLog
@@ -29,10 +29,9 @@ def seventy_billion_on_two() -> Finding:
     return Finding(
         own=fits("70B in 4 bits, 1 x 1,024 a card", "to fit 24 GB", card, peaks[1024]),
         beyond=fits("1 x 2,048", "to fit 24 GB", card, peaks[2048]),
-        says=f"""
-            holds: Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048
-                leave less than a GB of the card's {gb(card)}, and CUDA's context and NCCL's
-                buffers need more.
+        says="""
+            holds: Rows of 1,024 tokens fit, with a checkpoint in every layer. Rows of 2,048 do
+                not, with CUDA's context and NCCL's buffers.
             fails: A card's shard, the layers that it gathers and the activations do not fit on
                 it.
             why: A card keeps half of the base, and half of embeddings and head in bf16. It
