@@ -15,14 +15,22 @@ from ..names import (
 )
 from ..techniques.schedules import first_layers
 from ..training.recipe import Recipe
-from .held import FLOAT32, copied_bytes, saved_by_forward_per_token, saved_bytes_per_token
+from .held import (
+    FLOAT32,
+    copied_bytes,
+    moves_all_saved,
+    saved_by_forward_per_token,
+    saved_bytes_per_token,
+)
 from .options import Option
 from .question import Question
 from .recomputed import freed_fraction
 
-# The part of what a forward saves that grows with the rows at least, besides copies of weights and
-# the head's gradient: a mask or a table of positions may be shared by all rows.
-GROWS = 0.97
+# The most of what a forward saves that all rows share, as masks and tables of positions: T5's biases
+# are 11 % of what it saves for a row of 512 tokens.
+SHARED = 0.15
+# Where layers are unlike one another, those that run again may free so many times their share.
+UNLIKE = 1.5
 
 
 def bound_by_sizes(question: Question, recipe: Recipe) -> float:
@@ -131,9 +139,9 @@ def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
     """A lower bound for the bytes at the end of a forward, from what that of ``known`` saves; 0 if
     ``known`` says nothing of ``recipe``.
 
-    What is saved grows with the rows, except for copies of weights and the head's gradient. If
-    ``known`` runs no layer again, ``recipe`` saves the share of the layers that it does not run
-    again either.
+    What is saved grows with the rows, except for copies of weights, the head's gradient and what
+    all rows share. If ``known`` runs no layer again, ``recipe`` saves the share of the layers that
+    it does not run again either.
     """
     work = question.work
     share = _share_saved(question, recipe, known.recipe)
@@ -143,7 +151,7 @@ def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
         return 0
     end = np.flatnonzero(phases == BACKWARD)[0] - 1  # of the first forward
     saved = rows[end, BY][ACTIVATIONS]
-    fixed = 0  # the most bytes of it that do not grow
+    fixed = SHARED * saved  # the most bytes of it that do not grow
     if known.recipe.autocast_dtype is not None:
         fixed += known.recipe.autocast_dtype.itemsize * work.parameters
     if known.recipe.chunked_loss and not work.adapts(recipe):
@@ -152,7 +160,7 @@ def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
             fixed += gradient_of_head
         else:
             saved = max(saved - gradient_of_head, 0)
-    times = GROWS * share * question.micro_batch(recipe) / known.micro_batch
+    times = share * question.micro_batch(recipe) / known.micro_batch
     saved = times * saved - max(times - 1, 0) * fixed
     if known.recipe.chunked_loss and not recipe.chunked_loss:
         # In float32: the logarithms of the probabilities, and then the gradient of each.
@@ -167,7 +175,7 @@ def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
 
 def _share_saved(question: Question, recipe: Recipe, known: Recipe) -> float:
     """The least share of what ``known`` saves that ``recipe`` saves too; 0 if that is unknown."""
-    if recipe.sharding or known.sharding or recipe.offload or known.offload:
+    if recipe.sharding or known.sharding or known.offload or moves_all_saved(recipe):
         return 0
     if recipe.chunked_loss and not known.chunked_loss:
         return 0  # the known one has logits that the other does not
@@ -180,10 +188,12 @@ def _share_saved(question: Question, recipe: Recipe, known: Recipe) -> float:
     way_of_known = known.checkpointing, known.every_n_layers
     if way == way_of_known:
         return 1
-    periods = [several.period for several in question.work.source.lists]
-    if way_of_known != (None, None) or recipe.checkpointing in SELECTIVE or periods != [1]:
-        return 0  # layers that are unlike one another save unlike shares
-    return 1 - freed_fraction(question.work, recipe)
+    if way_of_known != (None, None) or recipe.checkpointing in SELECTIVE:
+        return 0
+    freed = freed_fraction(question.work, recipe)
+    if [several.period for several in question.work.source.lists] != [1]:
+        freed *= UNLIKE
+    return max(1 - freed, 0)
 
 
 def _adapters(recipe: Recipe) -> tuple:

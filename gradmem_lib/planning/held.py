@@ -67,7 +67,7 @@ def saved_bytes_per_token(work: Work, recipe: Recipe) -> float:
     It comes from the sizes, and is the larger one of two: what a whole forward saves, and what one
     layer saves while backward runs it again, half of its inputs and outputs.
     """
-    if _moves_all_saved(recipe):
+    if moves_all_saved(recipe):
         return 0.0
     all_layers = _half_of_linear_layers(work)
     one_layer = all_layers / max(work.layers, 1)
@@ -83,7 +83,7 @@ def saved_by_forward_per_token(work: Work, recipe: Recipe) -> float:
 
     It is half of the inputs and outputs of the linear layers that do not run again, and the logits.
     """
-    if _moves_all_saved(recipe):
+    if moves_all_saved(recipe):
         return 0.0
     kept = 1 - freed_fraction(work, recipe)  # the share of the layers' numbers
     if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
@@ -112,7 +112,7 @@ def _half_of_linear_layers(work: Work) -> float:
     return work.linear_widths * work.passed(0).vectors / 2
 
 
-def _moves_all_saved(recipe: Recipe) -> bool:
+def moves_all_saved(recipe: Recipe) -> bool:
     """Whether all that autograd saves is moved to the host."""
     if recipe.offload is None:
         return False
