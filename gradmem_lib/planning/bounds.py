@@ -26,7 +26,7 @@ from .options import Option
 from .question import Question
 from .recomputed import freed_fraction
 
-# The most of what a forward saves that all rows share, as masks and tables of positions: T5's biases
+# The most of what a forward saves that all rows share, as masks and positions: the biases of T5
 # are 11 % of what it saves for a row of 512 tokens.
 SHARED = 0.15
 # Where layers are unlike one another, those that run again may free so many times their share.

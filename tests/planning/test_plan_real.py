@@ -150,5 +150,5 @@ def test_what_a_forward_saves_tells_most_of_what_more_rows_and_fewer_layers_need
         for change in ({}, {"checkpointing": "first-1"}, {"precision": "autocast-bf16"}):
             recipe = replace(PLAIN, **change)
             peak = search.option(recipe).prediction.peak.total
-            assert 0.75 * peak < bound_by_saved(search, recipe, search.option(known)) < peak
+            assert 0.7 * peak < bound_by_saved(search, recipe, search.option(known)) < peak
             assert bound_by_sizes(search, recipe) < 0.6 * peak
