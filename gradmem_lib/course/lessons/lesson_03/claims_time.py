@@ -148,7 +148,7 @@ def linear_scaling() -> Finding:
         figures |= each(name + ": the same at batch 16, learning rate x {}", larger, "{:.2g}")
         nearest[name] = min(larger, key=lambda factor: abs(math.log(larger[factor] / base)))
     return Finding(
-        own=about("rate of equal error, Adam, 4 times the batch", "4×", nearest["Adam"], within=0),
+        own=about("rate of equal error, Adam, batch x 4", "4×", nearest["Adam"], within=0),
         where=about("the same, SGD", "4×", nearest["SGD"], within=0),
         says="""
             only if: the optimizer is SGD and the batch is small enough to be noisy; the
