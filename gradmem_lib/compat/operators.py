@@ -67,7 +67,6 @@ def reads_only_a_shape(func: Any) -> bool:
 
 add_tensors = _aten.add.Tensor
 join = _aten.cat.default
-copy_to = _aten._to_copy.default  # in another dtype, or on another device
 log_softmax_backward = _aten._log_softmax_backward_data.default
 # torch.distributions asks it of its arguments, and raises an error if it is not so.
 all_are_true = _aten._is_all_true.default

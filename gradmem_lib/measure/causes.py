@@ -5,6 +5,7 @@ Rows that say why storages are there stand before those that only say what they 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from os.path import commonprefix
 
@@ -16,8 +17,9 @@ from . import causes_of_growth as growth
 from . import causes_of_holders as holders
 from . import causes_of_tensors as tensors
 from . import causes_of_weights as weights
-from .cause import MUCH, Cause, Row, cause_of, holder_of_most, largest_held
+from .cause import MUCH, Cause, Row, cause_of, holder_of_most, total
 from .facts import Facts
+from .paths import NOBODY, Held
 from .remedied_peak import limit_of
 from .timeline import Holder
 
@@ -101,16 +103,28 @@ def _holder_of(cause: Cause) -> str:
     """
     held = holder_of_most(cause.holders)
     if not held.path:
-        known = []
-        for holder in cause.holders:
-            if holder.keeper.path and not holder.is_of_training:
-                known.append(holder.keeper.path)
-        of_all = commonprefix(known).rpartition(".")[0]  # noqa: RUF071 (no paths of files)
-        held = largest_held(cause.holders)[0]._replace(path=of_all)
+        held = _object_of_all(cause.holders)
     said = cause.evidence.split("`")[1::2]
     if not held.path or any(map(held.path.startswith, said)):
         return ""
     return str(held)
+
+
+def _object_of_all(kept: Sequence[Holder]) -> Held:
+    """The object that the paths of a third of the bytes or more begin with; ``NOBODY`` if there is
+    none.
+    """
+    known = []
+    for holder in kept:
+        if holder.keeper.path and not holder.is_of_training:
+            known.append(holder)
+    if 3 * total(known) < total(kept) or len({holder.keeper.where for holder in known}) != 1:
+        return NOBODY
+    paths = [holder.keeper.path for holder in known]
+    path = commonprefix(paths).rpartition(".")[0]  # noqa: RUF071 (no paths of files)
+    if path.count("[") != path.count("]"):  # a key of a dict has a point
+        return NOBODY
+    return known[0].keeper._replace(path=path, graph=False)
 
 
 def _is_small(cause: Cause, facts: Facts) -> bool:

@@ -101,7 +101,7 @@ class Meter(ParameterMeter):
                 watch_compiled_calls(self.on_compiled_call, run_eagerly=self.runs_compiled_eagerly)
             )
             self.watch = undo.enter_context(Watch(self.observe))
-            undo.callback(gc.callbacks.remove, self.note_collection)
+            undo.callback(self._note_no_collections)
             gc.callbacks.append(self.note_collection)
             self.exit_stack = undo.pop_all()
         self.is_running = True
@@ -259,6 +259,10 @@ class Meter(ParameterMeter):
         forward = self.position.open
         if forward is not None and not forward.has_weights and has_parameters(module):
             self.position.find_weights()
+
+    def _note_no_collections(self) -> None:
+        if self.note_collection in gc.callbacks:  # a script may have cleared the list
+            gc.callbacks.remove(self.note_collection)
 
     def note_collection(self, phase: str, _: dict) -> None:
         """Python's collector begins, or has ended: what it has freed was in reference cycles."""

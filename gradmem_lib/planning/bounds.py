@@ -26,8 +26,8 @@ from .options import Option
 from .question import Question
 from .recomputed import freed_fraction
 
-# The most of what a forward saves that all rows share, as masks and positions: the biases of T5
-# are 11 % of what it saves for a row of 512 tokens.
+# So much of what a forward saves may be shared by all rows, as masks and positions: T5's biases are
+# 11 % of what it saves for a row of 512 tokens.
 SHARED = 0.15
 # Where layers are unlike one another, those that run again may free so many times their share.
 UNLIKE = 1.5
@@ -136,8 +136,8 @@ def _keeps_no_more(known: Recipe, recipe: Recipe) -> bool:
 
 
 def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
-    """A lower bound for the bytes at the end of a forward, from what that of ``known`` saves; 0 if
-    ``known`` says nothing of ``recipe``.
+    """What is taken as a lower bound for the bytes at the end of a forward, from what that of
+    ``known`` saves; 0 if ``known`` says nothing of ``recipe``.
 
     What is saved grows with the rows, except for copies of weights, the head's gradient and what
     all rows share. If ``known`` runs no layer again, ``recipe`` saves the share of the layers that
@@ -177,6 +177,9 @@ def _share_saved(question: Question, recipe: Recipe, known: Recipe) -> float:
     """The least share of what ``known`` saves that ``recipe`` saves too; 0 if that is unknown."""
     if recipe.sharding or known.sharding or known.offload or moves_all_saved(recipe):
         return 0
+    may_save_weights = question.work.source.is_user_module or question.has_adapters
+    if may_save_weights and recipe.accumulation != known.accumulation:
+        return 0  # of weight norm or DoRA, what is saved may not grow with the rows
     if recipe.chunked_loss and not known.chunked_loss:
         return 0  # the known one has logits that the other does not
     if _adapters(recipe) != _adapters(known):

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Container, Mapping
-from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
 from weakref import ref
@@ -12,7 +11,7 @@ from torch import Tensor, nn
 
 from ..compat.copying import deepcopied_by
 from ..compat.modules import hook_counts
-from ..compat.tensors import storage_key, version
+from ..compat.tensors import storage_key
 from ..measure.storages import own_storage
 from ..techniques.checkpointing import checkpoints_of
 from .question import CannotTrace
@@ -210,6 +209,4 @@ def _fake_like(
         bases[key] = torch.empty(nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
     fake = torch.empty(0, dtype=tensor.dtype, device="cpu")
     fake.set_(bases[key], tensor.storage_offset(), tensor.shape, tensor.stride())
-    if not (tensor.is_meta or tensor.requires_grad):  # a training does not change it
-        fake.fake_mode.note_known(fake, partial(Tensor.detach, tensor), version(fake))
     return fake.requires_grad_(tensor.requires_grad)

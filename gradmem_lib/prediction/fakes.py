@@ -8,7 +8,7 @@ from PyTorch, or from ``corrections.py``.
 
 import operator
 from collections.abc import Callable, MutableMapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +18,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..compat import operators
 from ..compat.dispatch_modes import WithoutDynamoGuard, without_modes
 from ..compat.fake_tensors import FakeTensor, FakeTensorMode, fast_fake_tensor
-from ..compat.tensors import is_zero_tensor, storage_key, version
+from ..compat.tensors import is_zero_tensor, storage_key
 from ..measure.storages import tensors_in
+from ..techniques.second_run import version_of
 from . import corrections
 from .question import CannotTrace
 
@@ -63,9 +64,6 @@ def _settings() -> tuple:
 UNIFORM = "random numbers from 0 to below 1"
 
 
-_aten = torch.ops.aten
-
-
 def _uniform(mode: "QuickFakeMode", args: tuple) -> str:
     return UNIFORM
 
@@ -89,50 +87,7 @@ def _are_true(mode: "QuickFakeMode", args: tuple) -> bool:
     return True
 
 
-# Operators of masks and ranges. Where all values in their arguments are known, so are those in
-# their results. They are computed for real if a module reads one: torch's own nn.Transformer asks
-# whether its mask is the causal one, and a loss goes through a range of dimensions.
-_COMPUTED = {
-    _aten.arange.default,
-    _aten.arange.start,
-    _aten.arange.start_step,
-    _aten.full.default,
-    _aten.ones.default,
-    _aten.zeros.default,
-    _aten.zeros_like.default,
-    _aten.triu.default,
-    _aten.tril.default,
-    _aten.eq.Tensor,
-    _aten.eq.Scalar,
-    _aten.all.default,
-    _aten.logical_not.default,
-    _aten.bitwise_not.default,
-    _aten.masked_fill.Scalar,
-    _aten.masked_fill_.Scalar,
-    operators.copy_to,
-    _aten.transpose.int,
-    _aten.slice.Tensor,
-    _aten.unbind.int,
-}
-# What computes the same without a change of its argument.
-_IN_A_NEW_TENSOR = {_aten.masked_fill_.Scalar: _aten.masked_fill.Scalar}
-
-
-def _computed(func: Any, args: list, kwargs: dict) -> Any:
-    settings = dict(kwargs)
-    settings.pop("device", None)  # a card may not be there
-    values = []
-    for value in args:
-        if isinstance(value, partial):
-            value = value()
-        values.append(value)
-    return func(*values, **settings)
-
-
-def _part_of(known: partial, index: int) -> Tensor:
-    return known()[index]
-
-
+_aten = torch.ops.aten
 _KNOWN_VALUES: dict[Any, Callable] = {
     _aten.rand.default: _uniform,
     _aten.gt.Scalar: _comparison(operator.gt),
@@ -141,6 +96,15 @@ _KNOWN_VALUES: dict[Any, Callable] = {
     _aten.le.Scalar: _comparison(operator.le),
     operators.all_are_true: _are_true,
 }
+
+
+# Operators that make a range, from numbers alone: its values are known without any tensor.
+_RANGES = {_aten.arange.default, _aten.arange.start, _aten.arange.start_step}
+# Longer ranges stay without values. Short ones are such as the dimensions that a loss is summed
+# over; positions of tokens are more.
+LONGEST_KNOWN_RANGE = 8
+# One set, since every operator is looked up in it.
+_MAY_TELL_VALUES = _KNOWN_VALUES.keys() | _RANGES
 
 
 class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
@@ -155,8 +119,8 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self._corrections = corrections.by_target(target)
         self.value: float | None = None
-        # What is known of tensors without their values: UNIFORM, the one value in them, or a
-        # ``partial`` that computes them; and the tensor's version, which a change in place counts.
+        # What is known of tensors without their values: UNIFORM, or the one value in them; and the
+        # version of the tensor, which a change in place counts.
         self._known: MutableMapping[Tensor, tuple[Any, int]] = WeakTensorKeyDictionary()
         self._fake_attributes: dict[torch.device, dict] = {}
         self._answers = answers_by_settings.setdefault((target, _settings()), {})
@@ -170,24 +134,14 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
             value = self._known_value(args[0])
             if value is not None:
                 return value
-        known = None  # looked up before a change in place
-        if func in _KNOWN_VALUES:
-            known = _KNOWN_VALUES[func](self, args)
-        elif func in _COMPUTED:
-            known = self._deferred(func, args, kwargs or {})
-        out = self._answer(func, types, args, kwargs or {})
-        if known is not None:
-            self._note_result(func, args, out, known)
-        return out
-
-    def _answer(self, func, types, args, kwargs):
-        """The result, from the cache if it is there."""
-        key = self._key(func, args, kwargs)
+        if func in _MAY_TELL_VALUES:
+            return self._compute_known(func, types, args, kwargs or {})
+        key = self._key(func, args, kwargs or {})
         if (replay := self._answers.get(key)) is not None:
             return replay(self, args)
         if func in operators.profiler_marks:
-            return func(*args, **kwargs)  # a profiler's mark, without tensors
-        out = self._compute(func, types, args, kwargs)
+            return func(*args, **kwargs or {})  # a profiler's mark, without tensors
+        out = self._compute(func, types, args, kwargs or {})
         self._refuse(func, args, out)
         for correct in self._corrections.get(func, ()):
             out = correct(args, out)
@@ -201,23 +155,17 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         if replay is not None:
             self._answers[key] = replay
 
+    def known_of(self, tensor: Tensor) -> Any:
+        """What is known of ``tensor``; ``None`` if nothing is, or if it was changed since."""
+        known, version = self._known.get(tensor, (None, 0))
+        if version != version_of(tensor):
+            return None
+        return known
+
     def _known_value(self, tensor: Tensor) -> Any:
         """The value of a one-element tensor; ``None`` if it is not known."""
         known = self.known_of(tensor)
-        if isinstance(known, partial):
-            with without_modes():
-                return known().item()
         return known if isinstance(known, bool) else self.value
-
-    def note_known(self, tensor: Tensor, known: Any, known_version: int) -> None:
-        self._known[tensor] = known, known_version
-
-    def known_of(self, tensor: Tensor) -> Any:
-        """What is known of ``tensor``; ``None`` if nothing is, or if it was changed since."""
-        known, known_version = self._known.get(tensor, (None, 0))
-        if known_version != version(tensor):
-            return None
-        return known
 
     def _refuse(self, func: Any, args: tuple, out: Any) -> None:
         """Refuse operations on tensors that are no part of the module, and sparse results."""
@@ -236,26 +184,31 @@ class QuickFakeMode(WithoutDynamoGuard, FakeTensorMode):
         if real_tensor and any(r.alias_info is not None for r in operators.returns(func)):
             raise CannotTrace(f"{func} has {REAL_TENSOR}")
 
-    def _note_result(self, func, args, out, known: Any) -> None:
-        # A view gets its version, and a changed tensor one more, when the operation has returned.
-        source = args[0] if _is_view(func) else out
-        known_version = version(source) + (out is args[0])
-        if isinstance(out, Tensor):
-            self.note_known(out, known, known_version)
-            return
-        for index, part in enumerate(out):
-            self.note_known(part, partial(_part_of, known, index), known_version)
+    def _range(self, func, types, args, kwargs) -> FakeTensor:
+        """A range. A short one has its numbers, which a module or a loss may read."""
+        start, stop, step = 0, args[0], 1
+        if len(args) > 1:
+            start, stop = args[:2]
+        if len(args) > 2:
+            step = args[2]
+        is_long = abs(stop - start) > LONGEST_KNOWN_RANGE * abs(step)
+        # The numbers are made for real, and there may be no real card.
+        on_card = str(kwargs.get("device") or "cpu") != "cpu"
+        if is_long or on_card:
+            return self._compute(func, types, args, kwargs)
+        with without_modes():
+            real = func(*args, **kwargs)
+        return self.fake_tensor_converter.from_real_tensor(self, real, make_constant=True)
 
-    def _deferred(self, func, args, kwargs) -> partial | None:
-        """What computes the values in a result; ``None`` if those of an argument are not known."""
-        inputs = []
-        for value in args:
-            if isinstance(value, Tensor):
-                value = self.known_of(value)
-                if not isinstance(value, partial):
-                    return None
-            inputs.append(value)
-        return partial(_computed, _IN_A_NEW_TENSOR.get(func, func), inputs, kwargs)
+    def _compute_known(self, func, types, args, kwargs):
+        """The result of an operation that may tell something about the values in it."""
+        if func in _RANGES:
+            return self._range(func, types, args, kwargs)
+        out = self._compute(func, types, args, kwargs)
+        known = _KNOWN_VALUES[func](self, args)
+        if known is not None:
+            self._known[out] = known, version_of(out)
+        return out
 
     def fake(self, inside: Tensor, device: torch.device) -> FakeTensor:
         """A fake tensor on ``device`` around ``inside``.

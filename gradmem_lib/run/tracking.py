@@ -141,7 +141,7 @@ class ScriptMeter(Meter):
     def on_other_thread(self, module: nn.Module) -> None:
         self.note(
             "modules ran in another thread than the script's first one: what they made there is "
-            "counted, and how they used it is not known"
+            "counted if the run has started it, and how they used it is not known"
         )
 
     def __enter__(self) -> None:
@@ -155,11 +155,13 @@ class ScriptMeter(Meter):
         if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args)):
             category = names.ACTIVATIONS
         with self.lock:
+            if not self.is_running:
+                return
             recording.drain()
             before = recording.total
             for tensor in tensors_in((out,)):
                 for storage in storages_of(tensor):
-                    if self.is_running and storage_key(storage) not in recording.live:
+                    if storage_key(storage) not in recording.live:
                         recording.on_alloc(storage, category, "", func, tensor, calling_line())
             if recording.total != before:
                 recording.sample(func)

@@ -211,7 +211,8 @@ def caching_configs(model: nn.Module) -> list[Any]:
     caching = []
     for module in model.modules():
         config = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
+        is_of_transformers = isinstance(module, hf_class("PreTrainedModel"))
+        if is_of_transformers and getattr(config, "use_cache", False):
             caching.append(config)
     return caching
 

@@ -363,31 +363,6 @@ class Dropping(nn.Module):
 
 for how in ("gt", "ge", "lt", "le"):
     PROGRAMS[f"drops {how}"] = Program(partial(Drops, float(how == "lt"), how))
-
-
-class Masked(nn.Module):
-    """torch's own layers ask by its values whether a mask is the causal one."""
-
-    def __init__(self, mask):
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-        self.layers, self.mask = nn.TransformerEncoder(layer, 2), mask
-        self.register_buffer("held", causal_mask(9))
-
-    def forward(self, x):  # (rows, tokens, 8)
-        return self.layers(x, self.mask(self, x.shape[1])).square().mean()
-
-
-causal_mask = nn.Transformer.generate_square_subsequent_mask
-MASKS = {
-    "of torch": lambda module, n: causal_mask(n),
-    "in a buffer": lambda module, n: module.held[:n, :n],
-    "of booleans": lambda module, n: torch.ones(n, n).triu(1).bool(),
-    "by hand": lambda module, n: torch.zeros(n, n).masked_fill(torch.ones(n, n).tril() == 0, -1e9),
-    "not causal": lambda module, n: torch.full((n, n), -1.0),
-}
-for name, mask in MASKS.items():
-    PROGRAMS[f"a mask {name}"] = Program(partial(Masked, mask), torch.rand(2, 7, 8))
 PROGRAMS["drops no layer"] = Program(partial(Dropping, 0.0))
 PROGRAMS["drops no layer, by numpy"] = Program(partial(Dropping, 0.0, numpy_number))
 
