@@ -72,7 +72,8 @@ def attention_by_values(
     def causal_left_out(
         padding_mask, q_length, kv_length, q_offset, kv_offset, local_attention_size=None
     ):
-        if _has_window(kv_length, local_attention_size) or q_length != kv_length:
+        has_cache = q_length not in (1, kv_length) and q_offset > 0
+        if has_cache or _has_window(kv_length, local_attention_size):
             return False
         return _hides_nothing(padding_mask, masked, masking_utils.fast_all)
 
@@ -94,14 +95,17 @@ def attention_by_values(
 
 
 def _has_window(kv_length: int, size: int | None) -> bool:
-    """Whether tokens see fewer tokens than there are."""
+    """Whether transformers builds the mask of a window: for rows of ``size`` tokens or more."""
     return size is not None and kv_length >= size
 
 
 def _hides_nothing(padding_mask: Tensor | None, masked: bool, are_all: Callable) -> bool:
+    """``are_all``: what transformers asks the mask with here. Its answer has no value, but it takes
+    memory.
+    """
     if padding_mask is None:
         return True
-    are_all(padding_mask)  # called in any case, since it takes memory
+    are_all(padding_mask)
     return not masked
 
 

@@ -27,7 +27,7 @@ from ..model.structure import NO_MODEL, Structure
 from .facts import INPUTS
 from .operations import Owner
 from .parameters import ParameterMeter
-from .paths import IN_A_CYCLE, NOBODY
+from .paths import IN_A_CYCLE
 from .recording import Recording
 from .source_lines import calling_line
 from .storages import storages_of, tensors_in
@@ -271,7 +271,8 @@ class Meter(ParameterMeter):
             self._freed_before = len(freed)
             return
         for entry in list(freed)[self._freed_before :]:
-            if not (entry.held or NOBODY).path:  # else the name that it had says more
+            has_name = entry.held is not None and entry.held.path
+            if not has_name:  # the name that it had would say more
                 entry.held = IN_A_CYCLE
 
     # What a diagnosis asks

@@ -297,10 +297,11 @@ class OperationMeter:
                 entry = entry.origin or entry
             if entry is None or entry.category not in ORIGINS:
                 return None
-            is_alike = found is None or found.category == entry.category != names.OTHER
-            if not is_alike and found is not entry:
+            if found is None:
+                found = entry
+            of_one_kind = found.category == entry.category != names.OTHER
+            if found is not entry and not of_one_kind:
                 return None  # a gradient and a weight, or two that are not known
-            found = entry
         return found
 
     def owner(self) -> Owner:

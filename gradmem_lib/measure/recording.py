@@ -17,8 +17,9 @@ from ..compat.tensors import storage_key
 from ..names import (
     BETWEEN_STEPS,
     CATEGORIES,
+    GRADIENTS,
     MOMENTS,
-    OTHER,
+    PARAMETERS,
     PHASE_OF_MOMENT,
     PHASES,
     TEMPORARIES,
@@ -98,7 +99,7 @@ class Entry(weakref.ref):
     @property
     def computed_from(self) -> str:
         """ "gradients" or "parameters", which its origin may have become later, or nothing."""
-        if self.origin is None or self.origin.category == OTHER:
+        if self.origin is None or self.origin.category not in (GRADIENTS, PARAMETERS):
             return ""
         return CATEGORIES[self.origin.category]
 

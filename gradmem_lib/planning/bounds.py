@@ -150,8 +150,8 @@ def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
     if not share or BACKWARD not in phases:
         return 0
     end = np.flatnonzero(phases == BACKWARD)[0] - 1  # of the first forward
-    saved = rows[end, BY][ACTIVATIONS]
-    fixed = SHARED * saved  # the most bytes of it that do not grow
+    by_known = rows[end, BY][ACTIVATIONS]
+    fixed = SHARED * by_known  # the most bytes of it that do not grow
     if known.recipe.autocast_dtype is not None:
         fixed += known.recipe.autocast_dtype.itemsize * work.parameters
     if known.recipe.chunked_loss and not work.adapts(recipe):
@@ -159,9 +159,13 @@ def bound_by_saved(question: Question, recipe: Recipe, known: Option) -> float:
         if recipe.chunked_loss:
             fixed += gradient_of_head
         else:
-            saved = max(saved - gradient_of_head, 0)
+            by_known = max(by_known - gradient_of_head, 0)
+    # It saves fixed + times * (by_known - fixed): the least for the most fixed bytes if it saves
+    # more than the known one, and otherwise for none.
     times = share * question.micro_batch(recipe) / known.micro_batch
-    saved = times * saved - max(times - 1, 0) * fixed
+    saved = times * by_known
+    if times > 1:
+        saved -= (times - 1) * fixed
     if known.recipe.chunked_loss and not recipe.chunked_loss:
         # In float32: the logarithms of the probabilities, and then the gradient of each.
         tokens = question.units * question.micro_batch(recipe)
