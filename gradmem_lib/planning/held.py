@@ -82,14 +82,17 @@ def saved_by_forward_per_token(work: Work, recipe: Recipe) -> float:
     """A lower bound for the bytes that a whole forward saves for each token, or row.
 
     It is half of the inputs and outputs of the linear layers that do not run again, and the logits.
+    Where only the results of products stay, it is these results.
     """
     if moves_all_saved(recipe):
         return 0.0
-    kept = 1 - freed_fraction(work, recipe)  # the share of the layers' numbers
-    if recipe.checkpointing in SELECTIVE and SELECTIVE[recipe.checkpointing].keeps_products:
-        kept = 0.5  # their results stay, and their inputs are recomputed
-    logits = 0 if recipe.chunked_loss else work.passed(0).logits
-    numbers = kept * _half_of_linear_layers(work) + logits
+    part = SELECTIVE.get(recipe.checkpointing)
+    if part is not None and part.keeps_products:
+        numbers = _results_of_linear_layers(work, recipe)
+    else:
+        numbers = (1 - freed_fraction(work, recipe)) * _half_of_linear_layers(work)
+    if not recipe.chunked_loss:
+        numbers += work.passed(0).logits
     return width_of_activations(recipe) * numbers
 
 
@@ -110,6 +113,14 @@ def copied_bytes(work: Work, recipe: Recipe) -> int:
 def _half_of_linear_layers(work: Work) -> float:
     """Half of the numbers that go into the linear layers and come out of them, for each token."""
     return work.linear_widths * work.passed(0).vectors / 2
+
+
+def _results_of_linear_layers(work: Work, recipe: Recipe) -> float:
+    """A lower bound for the numbers that the linear layers return, for each token or row."""
+    if work.row is not None or recipe.quantized_base:
+        return _half_of_linear_layers(work) / 2
+    results = sum(outputs for _, outputs in work.linear.values())
+    return 2 * results if work.adapts(recipe) else results  # an adapter returns as many
 
 
 def moves_all_saved(recipe: Recipe) -> bool:

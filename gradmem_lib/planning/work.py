@@ -93,13 +93,18 @@ class Work:
         return self.sized.parameters - inside
 
     @cached_property
-    def linear_widths(self) -> int:
-        """Inputs and outputs of the linear layers that have adapters, or may get them."""
+    def linear(self) -> dict[str, tuple[int, int]]:
+        """(in, out) of the linear layers that have adapters, or may get them."""
         linear = self.source.linear
         if self.has_adapters:
             adapted = (".base_layer", ".base")
             linear = {name: sizes for name, sizes in linear.items() if name.endswith(adapted)}
-        return sum(map(sum, linear.values()))
+        return linear
+
+    @property
+    def linear_widths(self) -> int:
+        """Their inputs and outputs together."""
+        return sum(map(sum, self.linear.values()))
 
     @property
     def parameters(self) -> int:
