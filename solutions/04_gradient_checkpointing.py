@@ -418,8 +418,8 @@ guess_c.reveal(
 #
 # ## 6 · All weights trained
 #
-# Now take the gradients of **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (In a list of lengths the last
-# segment is not run again, so `[30]` is no checkpoint.) How much lower is the peak?
+# Now take the gradients of **all** of SmolLM2, on 64 tokens, without checkpoints and with one a layer. (`[30]` is one
+# segment of all 30 layers. The last segment never runs again, so this run has no checkpoint.) How much lower is the peak?
 
 # %%
 guess_d = predict_first("4.d", "A checkpoint a layer: the peak falls by?", unit="percent")

@@ -436,7 +436,8 @@ print("The next faster one does not fit:", found.next_faster)
 
 # %% [markdown]
 # With `first-2`, the first two layers run again in backward, one by one. The other 30 keep their activations. The next
-# faster plan would repeat one layer less, and is too large for the card.
+# faster plan would repeat one layer less, and is too large for the card. `micro-batch 1 x 8` is the `8 × 1` of section
+# 4: one row, eight times.
 #
 # Before you see the next verdict, add up weights, gradients and states of a 7B in your head: in bf16, and in float32.
 
