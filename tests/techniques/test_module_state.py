@@ -1,11 +1,10 @@
 """What a forward changes besides its result is put back after a question."""
 
-from collections import deque
 from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
+from support.keeps_much import KeepsMuch
 from torch import nn
 
 from gradmem_lib import Recipe, prepare, step
@@ -13,42 +12,10 @@ from gradmem_lib.techniques.asking import as_in_evaluation
 from gradmem_lib.techniques.module_state import left_as_it_was
 
 
-class KeepsMuch(nn.Module):
-    """As MoCo's queue and second encoder, a cache of masks and counters do, each in its way."""
-
-    normalizes = True
-
-    def __init__(self):
-        super().__init__()
-        self.linear, self.keys = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False)
-        self.register_buffer("queue", torch.zeros(4, 8))
-        self.register_buffer("norms", torch.zeros(8))
-        self.calls, self.seen, self.masks = 0, deque(maxlen=4), {"widths": set()}
-
-    def forward(self, x):
-        y = self.linear(x)
-        with torch.no_grad():
-            self.queue[self.calls % 4] = y[0]
-            for key, weight in zip(self.keys.parameters(), self.linear.parameters(), strict=True):
-                key.mul_(0.9).add_(weight, alpha=0.1)
-            self.norms.data.mul_(0.9).add_(self.keys(x).norm(dim=0))  # this changes no version
-            if self.normalizes:
-                self.linear.weight.data = F.normalize(self.linear.weight.data)
-        self.calls += 1
-        self.seen.append(len(x))
-        self.masks[len(x)] = torch.ones(len(x))
-        self.masks["widths"].add(x.shape[1])
-        self.last = y.detach()
-        return y.square().mean()
-
-    def kept(self):
-        tensors = [tensor.tolist() for tensor in self.state_dict().values()]
-        return tensors, self.calls, list(self.seen), [*self.masks], {*self.masks["widths"]}
-
-
 @pytest.mark.parametrize("error", [None, KeyboardInterrupt])
 def test_what_a_forward_keeps_is_as_before(error):
     model = KeepsMuch()
+    model.normalizes = True
     model(torch.randn(3, 8))
     before, names, last = model.kept(), {*vars(model)}, model.last
     queue, memory = model.queue, model.linear.weight.data_ptr()
@@ -56,7 +23,7 @@ def test_what_a_forward_keeps_is_as_before(error):
         model(torch.randn(2, 8))
         assert model.kept() != before and model.linear.weight.data_ptr() != memory
         model.added, model.part = 1, nn.Dropout()  # as BigBird's for short rows
-        del model.masks
+        del model.masks, model.usage
         if error:
             raise error
     assert model.kept() == before
@@ -97,9 +64,9 @@ def test_an_eval_of_a_modules_own_is_not_called():
 def test_a_step_in_pieces_keeps_what_its_own_micro_batches_leave():
     """The questions about the loss are no part of the training."""
     model, recipe = KeepsMuch(), Recipe(accumulation=3)
-    model.normalizes = False
     run = prepare(model, recipe)
-    step(run.model, run.optimizer, torch.randn(6, 8), recipe)
-    assert (model.calls, list(model.seen)) == (3, [2, 2, 2])
+    given = {"loss": lambda model, x: model(x).square().mean()}
+    step(run.model, run.optimizer, torch.randn(6, 8), recipe, **given)
+    assert (model.counted.calls, list(model.seen)) == (3, [2, 2, 2])
     assert (model.queue[3:] == 0).all() and (model.queue[:3] != 0).any(1).all()
     run.undo.close()

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from support.keeps_much import KeepsMuch
 from torch import nn
 
 from gradmem_lib import accumulate_through_embeddings, checkpoint_parts
@@ -81,38 +82,6 @@ class Graph(Layer):
         return torch.fft.ifft(torch.fft.fft(of_neighbours) ** 2).real.tanh()
 
 
-@dataclass
-class Counted:
-    calls: int = 0
-
-
-class Notes(Layer):
-    """Writes what no later forward reads: into a list, a dict, an object, a tensor that is no
-    buffer, a frozen weight; and a second layer that follows the first, as MoCo's does.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.means, self.seen, self.counted = [], {"rows": 0}, Counted()
-        self.usage, self.mean = torch.zeros(8), torch.zeros(8)
-        self.following = nn.Linear(8, 8).requires_grad_(False)
-
-    def forward(self, x):
-        y = self.linear(x)
-        self.means.append(y.detach().mean().item())
-        self.seen["rows"] += len(x)
-        self.counted.calls += 1
-        self.usage += (y > 0).sum(0)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-        with torch.no_grad():
-            self.following.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
-        return y.tanh()
-
-    def noted(self):
-        tensors = [t.tolist() for t in (self.following.weight, self.usage, self.mean)]
-        return [*tensors, [*self.means], self.seen["rows"], self.counted.calls]
-
-
 WAYS = {
     "one by one": lambda net: checkpoint_layers(net, 1),
     "in segments": lambda net: checkpoint_layers(net, [2, 3], keep_last=False),
@@ -151,8 +120,8 @@ def trained(kind, way=None):
         net.zero_grad()
         net(x).square().mean().backward()
         numbers = [*(p.grad for p in trained_weights(net)), *net.buffers()]
-        noted = [layer.noted() for layer in net if isinstance(layer, Notes)]
-        after.append([*(number.tolist() for number in numbers), *random_states(net), *noted])
+        kept = [layer.kept() for layer in net if isinstance(layer, KeepsMuch)]
+        after.append([*(number.tolist() for number in numbers), *random_states(net), *kept])
         with torch.no_grad():
             for parameter in trained_weights(net):
                 parameter -= 0.05 * parameter.grad
@@ -164,7 +133,7 @@ def trained_weights(net):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", [Draws, Keeps, Graph, Notes])
+@pytest.mark.parametrize("kind", [Draws, Keeps, Graph, KeepsMuch])
 def test_a_step_with_checkpoints_is_the_step_without(kind, way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -225,6 +225,21 @@ def test_a_mean_over_items_is_the_full_batchs(kind):
         assert error(stepped(model, batch, loss), full(model, batch, loss)) <= EXACT
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(5, [2, 1, 1, 1]), (3, [1, 1, 1])])
+def test_a_last_batch_that_does_not_come_out_even_is_exact(rows, sizes):
+    batch, seen = {name: values[:rows] for name, values in classified().items()}, []
+
+    def loss(model, micro):
+        if torch.is_grad_enabled():
+            seen.append(len(micro["x"]))
+        return F.cross_entropy(model(micro["x"]), micro["labels"])
+
+    expected = full(mlp(), batch, loss)
+    seen.clear()
+    assert error(stepped(mlp(), batch, loss), expected) <= 1e-12
+    assert seen == sizes
+
+
 # transformers' models, whose names say nothing.
 
 
@@ -501,12 +516,14 @@ def test_a_tuple_begins_with_the_loss():
 
 
 class Returning(nn.Module):
+    """Has a part that it calls ``module``, as DistributedDataParallel does, and is asked itself."""
+
     def __init__(self, inner, loss):
         super().__init__()
-        self.inner, self.loss = inner, loss
+        self.module, self.loss = inner, loss
 
     def forward(self, **batch):
-        return {"loss": self.loss(self.inner, batch)}
+        return {"loss": self.loss(self.module, batch)}
 
 
 def trained(model, batch, loss, folder, items=None):

@@ -144,15 +144,6 @@ def test_a_skipped_step_is_none_for_the_schedule_either(scaler):
     assert model.weight.item() == pytest.approx(0.0, abs=1e-5)  # clipping adds 1e-6 to the norm
 
 
-def test_a_gradient_that_is_not_finite_makes_no_step():
-    model, recipe = one_weight(0.0), Recipe(precision=None, optimizer="sgd")
-    made = prepare(model, recipe, lr=1.0)
-    given = {"loss": lambda m, b: m(b).sum().sqrt() * 0.0, "max_grad_norm": 1.0}
-    with pytest.raises(ValueError, match="lower the learning rate: a gradient is not finite"):
-        step(model, made.optimizer, ONE, recipe, **given)
-    assert model.weight.item() == 0.0
-
-
 def test_what_steps_in_backward_has_schedulers_and_no_clipping():
     model, recipe = small(**LLAMA), Recipe(in_backward=True)
     made = prepare(model, recipe, lr=RATE)
