@@ -81,13 +81,6 @@ def test_transformers_own_checkpointing_is_refused_before_and_after():
             step("llama", model, batch)
 
 
-def test_a_key_value_cache_is_left_out_in_training_with_a_warning():
-    model, batch = made("gpt2"), batch_for("gpt2")
-    expected = step("gpt2", model, batch)
-    with checkpoint_layers(model, 2), pytest.warns(UserWarning, match="use_cache"):
-        same(step("gpt2", model, batch, use_cache=True), expected)
-
-
 def test_a_copy_is_a_plain_model():
     model, batch = made("llama"), batch_for("llama")
     expected = step("llama", model, batch)

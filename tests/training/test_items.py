@@ -633,17 +633,20 @@ def breaks(model, batch):
 
 def refused_on_a_rank() -> list[str]:
     """What is said where the rows of the second process alone show that the loss is no mean over
-    rows, and where its loss alone raises an error.
+    rows, and where its loss alone raises an error; and of a model that counts its forwards.
     """
     batch, recipe = hidden_words(), replace(RECIPE, sharding="fsdp")
     if dist.get_rank() == 0:
         batch["mask"] = torch.ones(12, 6)
     run = prepare(mlp(4, 3), recipe)
     given = run.model, run.optimizer, batch, recipe
-    return [refusal(step, *given, loss=loss) for loss in (of_hidden_words, breaks)]
+    said = [refusal(step, *given, loss=loss) for loss in (of_hidden_words, breaks)]
+    warming = prepare(Warming(WIDTH, 4).double(), replace(RECIPE, sharding="ddp"))
+    return [*said, refusal(step, warming.model, warming.optimizer, numbers(), RECIPE)]
 
 
 def test_processes_that_compute_together_ask_equally_often():
     first, second = run_ranks(refused_on_a_rank)
     assert "another process found it" in first[0] and "mean of their losses alone" in second[0]
     assert "is a sum" in first[1] and "no such column" in second[1]
+    assert all("though no trained weight has" in said[2] for said in (first, second))

@@ -5,6 +5,7 @@ step does with gradients besides adding them up, and what masters start from.
 from __future__ import annotations
 
 import copy
+import tempfile
 from dataclasses import replace
 from functools import partial
 
@@ -65,14 +66,15 @@ def falling(number: int) -> float:
 
 
 TRAINED = [
-    {"checkpointing": "sqrt", "optimizer": "sgd"},
+    {"checkpointing": "sqrt", "offload": "boundaries", "optimizer": "sgd"},
     {"precision": "bf16", "optimizer": "adamw-8bit", "lora_rank": 4},
     {"precision": "float32-master", "chunked_loss": True},
 ]
 
 
 @pytest.mark.parametrize("fields", TRAINED, ids=str)
-def test_step_trains_as_make_trainer_to_the_bit(fields, tmp_path):
+def test_step_trains_as_make_trainer_to_the_bit(fields, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     recipe = Recipe(accumulation=2, attention="eager", **fields)
     settings = {"weight_decay": 0.1, "groups": head_faster}
     data, theirs, ours = rows(FALLING * 8, 12, 64), small(**LLAMA), small(**LLAMA)
@@ -90,6 +92,8 @@ def test_step_trains_as_make_trainer_to_the_bit(fields, tmp_path):
         **settings,
     )
     trainer.train()
+    if recipe.offload:
+        assert trainer.offload_hooks.bytes > 0 and not list(tmp_path.glob("gradmem-*"))
     torch.manual_seed(0)
     made = prepare(ours, recipe, lr=RATE, **settings)
     scheduler = LambdaLR(made.optimizer, falling)
