@@ -8,7 +8,7 @@ import copy
 import math
 import warnings
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from support.families import with_dropout
-from support.gradients import error, gradient, ragged, taken_gradient
+from support.gradients import error, gradient, own_loss, ragged, taken_gradient
 from support.refusals import refusal
 from support.trainers import LastGradient, trainer_for
 from torch import nn
@@ -35,6 +35,8 @@ from gradmem_lib.course import run_ranks
 from gradmem_lib.model.classes import predicts_next_token
 from gradmem_lib.training.item_rules import labels
 from gradmem_lib.training.items import find_rule
+from gradmem_lib.training.probe_rows import fewer_labels, groups_of_rows
+from gradmem_lib.training.step import _identity
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 6, 5, 7
@@ -252,15 +254,6 @@ def tiny(cls):
     return tiny_model(cls, with_dropout(cls.config_class(), 0.0)).train()
 
 
-def of_logits(model, batch, shifted):
-    """The mean loss, from the logits."""
-    logits = model(**{name: t for name, t in batch.items() if name != "labels"}).logits
-    targets = batch["labels"]
-    if shifted:
-        logits, targets = logits[:, :-1], targets[:, 1:]
-    return F.cross_entropy(logits.double().flatten(0, -2), targets.flatten())
-
-
 NEXT_TOKEN = {
     "LlamaForCausalLM": True,
     "BertForMaskedLM": False,
@@ -282,7 +275,7 @@ def test_a_renamed_subclass_trains_as_its_parent(family):
     # The models' losses are computed in float32.
     for dtype, limit in ((torch.float64, 1e-5), (torch.bfloat16, 0.03)):
         model.to(dtype)
-        expected = full(model, batch, partial(of_logits, shifted=NEXT_TOKEN[family]))
+        expected = full(model, batch, partial(own_loss, shifted=NEXT_TOKEN[family]))
         assert error(stepped(model, batch), expected) <= limit
 
 
@@ -453,6 +446,71 @@ def test_the_same_code_with_another_word_is_asked_again():
     stepped(model, numbers(), reduced("mean"))
     with pytest.raises(ValueError, match="is a sum"):
         stepped(model, numbers(), reduced("sum"))
+
+
+@dataclass
+class Job:
+    """A loss without a hash."""
+
+    criterion: nn.Module
+
+    def loss(self, model, batch):
+        return self.criterion(model(batch["x"]), batch["labels"])
+
+    __call__ = loss
+
+
+class Weighted:
+    """A loss with a hash, and with a tensor or none."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["labels"], weight=self.weight)
+
+
+criterion: nn.Module = nn.CrossEntropyLoss()
+
+
+def global_loss(model, batch):
+    return criterion(model(batch["x"]), batch["labels"])
+
+
+def test_another_criterion_is_another_loss(monkeypatch):
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0, 1.0, 1.0]).double())
+    model = mlp()
+
+    # each is gone after its step, and the next one may have its address
+    for make in (
+        Job,
+        lambda one: Job(one).loss,
+        lambda one: Weighted(one.weight),
+        lambda one: global_loss,
+    ):
+        monkeypatch.setitem(globals(), "criterion", plain := nn.CrossEntropyLoss())
+        stepped(model, classified(), make(plain))
+        monkeypatch.setitem(globals(), "criterion", weighted)
+        with pytest.raises(ValueError, match="weighs classes"):
+            stepped(model, classified(), make(weighted))
+    assert _identity(Job(plain)) != _identity(Job(weighted))  # one after the other
+
+
+class TokenClassifier(nn.Module):
+    class config:  # of a base whose padding token is no class
+        pad_token_id = 50_283
+
+
+def test_a_model_is_asked_only_about_labels_that_it_has():
+    labels = torch.arange(12).view(2, 6) % 3
+    for changed in fewer_labels(TokenClassifier(), {"labels": labels}, True):
+        assert changed["labels"].max() <= 2
+
+
+def test_a_row_alone_is_asked_about_beside_another_class():
+    for label, other in ((0, 1), (2, 0)):
+        (group,) = groups_of_rows([{"x": torch.ones(1, 4), "labels": torch.tensor([label])}])
+        assert group["labels"].tolist() == [label, other]
 
 
 # What a forward leaves for the next one.

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from support.families import tiny_config
+from support.gradients import error, gradient, own_loss, taken_gradient
 from support.nightly import each
 from support.trainers import small
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -67,16 +68,13 @@ def test_what_is_equal_is_taken(name, options):
     for parameter in head.parameters():
         parameter.data.normal_(std=5 / head.in_features**0.5)
     ids = torch.randint(3, VOCABULARY, (2, 80))
-    logits = model(input_ids=ids).logits[:, :-1].to(head.weight.dtype)
-    own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    trained = list(model.parameters())
-    expected = torch.autograd.grad(own, trained, allow_unused=True, materialize_grads=True)
+    own = own_loss(model, batch_of(ids))
+    own.backward()
+    expected = taken_gradient(model)
     loss = chunked_loss(model, batch_of(ids))
-    found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+    loss.backward()
     assert loss.item() == pytest.approx(own.item(), rel=limit)
-    norm = torch.nn.utils.get_total_norm(expected)
-    difference = [a - b for a, b in zip(found, expected, strict=True)]
-    assert torch.nn.utils.get_total_norm(difference) <= limit * norm
+    assert error(gradient(model), expected) <= limit
 
 
 def test_a_scale_of_the_width_is_refused():

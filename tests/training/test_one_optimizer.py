@@ -189,6 +189,15 @@ def test_merged_weights_are_the_nearest():
     assert (merged != exact.bfloat16()).float().mean() < 1e-3
 
 
+def test_a_merged_head_leaves_the_embedding_as_it_is():
+    model, ids = small(tied=True), torch.arange(9)[None]
+    model.lm_head = LoRALinear(model.lm_head, 2)
+    nn.init.normal_(model.lm_head.B)
+    before = model(ids).logits
+    merge_adapters(model)
+    torch.testing.assert_close(model(ids).logits, before)
+
+
 class HandsOn(torch.optim.AdamW):
     def __init__(self, params, lr, **settings):
         super().__init__(params, lr, **settings)

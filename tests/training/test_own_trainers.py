@@ -15,23 +15,20 @@ from gradmem_lib.course import run_ranks
 VOCABULARY, WIDTH = 512, 12
 
 
-class Rows(torch.utils.data.Dataset):
-    """Rows of unequally many labels, and a score for each."""
+def row(i):
+    generator = torch.Generator().manual_seed(i)
+    ids = torch.randint(3, VOCABULARY, (WIDTH,), generator=generator)
+    labels = ids.clone()
+    labels[3 + i :] = -100
+    return {"input_ids": ids, "labels": labels, "score": torch.randn((), generator=generator)}
 
-    def __len__(self):
-        return 8
 
-    def __getitem__(self, i):
-        generator = torch.Generator().manual_seed(i)
-        ids = torch.randint(3, VOCABULARY, (WIDTH,), generator=generator)
-        labels = ids.clone()
-        labels[3 + i :] = -100
-        return {"input_ids": ids, "labels": labels, "score": torch.randn((), generator=generator)}
+ROWS = [row(i) for i in range(8)]  # of unequally many labels, with a score for each
 
 
 class Streamed(torch.utils.data.IterableDataset):
     def __iter__(self):
-        yield from (Rows()[i] for i in range(8))
+        yield from ROWS
 
 
 def parts(model, inputs):
@@ -110,7 +107,7 @@ Failing, Own = kind("Failing", failing), kind("Own", of_its_own)
 Divides, TimesTheProcesses = kind("Divides", divided), kind("Times", times_the_processes)
 
 
-def trainer_of(kind, folder, accumulation=4, data=None):
+def trainer_of(kind, folder, accumulation=4, data=ROWS):
     torch.manual_seed(0)
     arguments = plain_arguments(
         folder,
@@ -119,15 +116,15 @@ def trainer_of(kind, folder, accumulation=4, data=None):
         remove_unused_columns=False,
         accelerator_config={"dispatch_batches": False},  # each process reads its own rows
     )
-    trainer = kind(small(layers=1), arguments, train_dataset=data or Rows())
+    trainer = kind(small(layers=1), arguments, train_dataset=data)
     trainer.remove_callback(PrinterCallback)
     trainer.model_accepts_loss_kwargs = kind in (OfTokens, Trainer)
     return trainer
 
 
-@pytest.mark.parametrize(("kind", "data"), [(OfRows, Streamed), (OfTokens, Rows)])
+@pytest.mark.parametrize(("kind", "data"), [(OfRows, Streamed()), (OfTokens, ROWS)])
 def test_a_loss_that_is_the_same_in_pieces_passes_and_nothing_changes(kind, data, tmp_path):
-    trainer = trainer_of(kind, tmp_path, data=data())
+    trainer = trainer_of(kind, tmp_path, data=data)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     numbers = torch.get_rng_state()
     assert check_accumulation(trainer) is None
@@ -154,10 +151,7 @@ def test_two_means_are_refused_and_uncut_they_are_right(tmp_path):
 def test_the_trainer_of_a_recipe_passes(tmp_path):
     recipe = Recipe(accumulation=4)
     files = {"output_dir": tmp_path, "remove_unused_columns": False}
-    rows = [
-        {name: row[name] for name in ("input_ids", "labels")}
-        for row in map(Rows().__getitem__, range(8))
-    ]
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in ROWS]
     trainer = make_trainer(small(layers=1), recipe, batch_size=4, train_dataset=rows, **files)
     assert check_accumulation(trainer) is None
 
@@ -231,14 +225,14 @@ def test_what_is_divided_by_the_micro_batches_is_judged_as_it_trains(scaled, by,
 def judged_on_a_rank(folder: str) -> list[str]:
     found = []
     for kind, accumulation, data in (
-        (OfTokens, 1, Rows),
-        (OfTokens, 2, Rows),
-        (OfRows, 2, Rows),
-        (TimesTheProcesses, 1, Rows),
-        (Own, 2, Rows),
-        (TimesTheProcesses, 2, Streamed),
+        (OfTokens, 1, ROWS),
+        (OfTokens, 2, ROWS),
+        (OfRows, 2, ROWS),
+        (TimesTheProcesses, 1, ROWS),
+        (Own, 2, ROWS),
+        (TimesTheProcesses, 2, Streamed()),
     ):
-        trainer = trainer_of(kind, folder, accumulation, data())
+        trainer = trainer_of(kind, folder, accumulation, data)
         trainer.model_accepts_loss_kwargs = kind is not OfRows
         found.append(refusal(check_accumulation, trainer))
     return found
@@ -253,7 +247,6 @@ def test_two_processes_are_asked_together(tmp_path):
 
 
 def test_a_row_whose_loss_is_not_finite_is_named(tmp_path):
-    rows = [Rows()[i] for i in range(8)]
-    rows[2]["score"] = torch.tensor(torch.nan)
+    rows = [*ROWS[:2], ROWS[2] | {"score": torch.tensor(torch.nan)}, *ROWS[3:]]
     with pytest.raises(ValueError, match=r"numbers: of the first rows.*micro-batch 3 of 4 has the"):
         check_accumulation(trainer_of(OfRows, tmp_path, data=rows))

@@ -4,18 +4,21 @@ nothing here is asked twice.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.gradients import own_loss, ragged
 from torch import nn
 from transformers.optimization import Adafactor
 
-from gradmem_lib import AdamW8bit, Recipe, prepare, step
+from gradmem_lib import AdamW8bit, Recipe, checkpoint_parts, prepare, step
 from gradmem_lib.course import models
 from gradmem_lib.optimizers import ADAFACTOR_EPS, RELATIVE_RATE
 from gradmem_lib.techniques.checkpointing import checkpoints_of
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
 from gradmem_lib.training.prepare import RATE
 
@@ -281,3 +284,112 @@ def test_weights_are_cast_as_the_precision_says(precision, dtype):
     prepare(model, Recipe(precision=precision, optimizer="sgd"))
     assert {t.dtype for t in (*model.parameters(), model.running_mean)} == {dtype}
     assert model.num_batches_tracked.dtype == torch.int64
+
+
+# Losses and gradients that are not finite.
+
+
+def rows(n: int = 4) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(n, 4, generator=generator),
+        "labels": torch.arange(n) % 3,
+    }
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
+
+
+def deep():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def in_float32(model, batch):
+    return F.cross_entropy(model(batch["x"]).float(), batch["labels"])
+
+
+NOT_IN_BACKWARD = replace(IN_TWO, optimizer="sgd")
+HOW = [
+    NOT_IN_BACKWARD,
+    replace(NOT_IN_BACKWARD, precision="autocast-fp16"),
+    replace(NOT_IN_BACKWARD, accumulation=1, in_backward=True),
+]
+
+
+@pytest.mark.parametrize("recipe", HOW)
+def test_a_row_that_makes_the_loss_nan_is_named_and_changes_nothing(recipe):
+    model, batch = deep(), rows(8)
+    run = prepare(model, recipe)
+    before = [parameter.clone() for parameter in model.parameters()]
+    batch["x"][5] = torch.nan
+    where = {1: "row 6 of micro-batch 1", 2: "row 2 of micro-batch 2"}[recipe.accumulation]
+    with pytest.raises(ValueError, match=rf"the loss is not finite.*\({where} alone shows it\)"):
+        step(run.model, run.optimizer, batch, recipe, loss=in_float32)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "factor"), [("autocast-fp16", None, 1e4), (None, 1.0, 1e38)]
+)
+def test_a_gradient_that_overflows_makes_no_step(precision, clip, factor):
+    model, recipe = deep(), replace(IN_TWO, precision=precision)
+    before = [parameter.clone() for parameter in model.parameters()]
+    given = {"loss": lambda *given: factor * in_float32(*given), "max_grad_norm": clip}
+    with pytest.raises(ValueError, match=r"a gradient is not finite.*scaler=GradScaler\(\)"):
+        step(model, sgd(model), rows(), recipe, **given)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+# What is left after an error.
+
+
+class TakesNoOverride(nn.Linear):
+    def __setattr__(self, name, value):
+        if name == "_call_impl":
+            raise AttributeError("this module is closed")
+        super().__setattr__(name, value)
+
+
+def in_layers(*kinds):
+    return nn.Sequential(*(nn.Sequential(kind(4, 4)) for kind in kinds))
+
+
+def prepared(model, **given):
+    rate = given.pop("lr", 1e-3)
+    prepare(model, Recipe(**{"precision": None, "attention": None} | given), lr=rate)
+
+
+HEAD = "no linear layer is called 'head'"
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "given", "says"),
+    [
+        (in_layers(nn.Linear), prepared, {"checkpointing": 1, "lr": -1.0}, "learning rate"),
+        (in_layers(nn.Linear, TakesNoOverride), checkpoint_parts, {"part": nn.Linear}, "closed"),
+        (nn.Linear(4, 4), add_lora, {"rank": 2}, "no linear layer"),
+        (in_layers(nn.Linear), add_lora, {"rank": 0}, "rank of at least 1"),
+        (in_layers(nn.Linear), add_lora, {"rank": 2, "targets": ("head",)}, HEAD),
+        (
+            in_layers(nn.Linear),
+            prepared,
+            {"precision": "bf16", "lora_rank": 2, "lora_targets": ("head",)},
+            HEAD,
+        ),
+    ],
+)
+def test_what_is_refused_leaves_the_model_as_it_is(model, run, given, says):
+    def as_it_is():
+        parts = [(type(m), {**vars(m)}) for m in model.modules()]
+        return parts, [(p.requires_grad, p.dtype) for p in model.parameters()]
+
+    before = as_it_is()
+    with pytest.raises((ValueError, AttributeError), match=says):
+        run(model, **given)
+    assert as_it_is() == before
