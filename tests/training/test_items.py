@@ -249,9 +249,9 @@ def texts():
     return ragged((3, 20, 9, 14), VOCABULARY)
 
 
-def tiny(cls):
+def tiny(cls, **options):
     torch.manual_seed(0)
-    return tiny_model(cls, with_dropout(cls.config_class(), 0.0)).train()
+    return tiny_model(cls, with_dropout(cls.config_class(**options), 0.0)).train()
 
 
 NEXT_TOKEN = {
@@ -277,6 +277,35 @@ def test_a_renamed_subclass_trains_as_its_parent(family):
         model.to(dtype)
         expected = full(model, batch, partial(own_loss, shifted=NEXT_TOKEN[family]))
         assert error(stepped(model, batch), expected) <= limit
+
+
+IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+TAUGHT = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]  # unlike numbers in each row
+# What the config has besides, and the batch: one -100.0 is a number like any other.
+COUNTED = {
+    "BertForSequenceClassification": (
+        {"num_labels": 1},
+        {"labels": torch.tensor([1.0, -100.0, 2.0, 3.0])},
+    ),
+    "ModernBertForMaskedLM": (
+        {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
+        {"labels": IDS.masked_fill(~TAUGHT, 0).masked_fill(IDS < 9, -100)},
+    ),
+    "BioGptForTokenClassification": (
+        {"num_labels": 60},
+        {"labels": IDS, "attention_mask": TAUGHT.long()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_labels_that_count_are_those_of_the_models_own_loss(name):
+    options, batch = COUNTED[name]
+    model, batch = tiny(getattr(transformers, name), **options), {"input_ids": IDS} | batch
+    for p in model.parameters():  # else some give every label the same loss
+        nn.init.normal_(p, std=0.3)
+    expected = full(model, batch, lambda model, batch: model(**batch).loss)
+    assert error(stepped(model, batch), expected) <= 1e-5
 
 
 @pytest.mark.filterwarnings("error:.*more than rounding seems")

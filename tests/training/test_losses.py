@@ -15,14 +15,12 @@ from support.nightly import each
 from support.trainers import small
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict, split
-from gradmem_lib.training.items import find_rule
+from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict
 from gradmem_lib.training.losses import (
     check_pieces,
     chunked_loss,
     count_items,
     form_or_refusal,
-    usual_rule,
 )
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
@@ -171,50 +169,6 @@ def test_labels_that_usually_count(model, counted):
     assert count_items(wrapped, {"labels": labels}) == counted
     assert count_items(model, {"labels": [1, 2], "input_ids": torch.zeros(3, 4)}) == 3  # rows
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
-
-
-IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
-SHOWN = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]  # unlike numbers in each row
-# The family, what its config has besides, and the batch: one -100.0 is a number like any other.
-COUNTED = {
-    "BertForSequenceClassification": (
-        "bert",
-        {"num_labels": 1},
-        {"labels": torch.tensor([1.0, -100.0, 2.0, 3.0])},
-    ),
-    "ModernBertForMaskedLM": (
-        "modernbert",
-        {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
-        {"labels": IDS.masked_fill(~SHOWN, 0).masked_fill(IDS < 9, -100)},
-    ),
-    "BioGptForTokenClassification": (
-        "biogpt",
-        {"num_labels": 60},
-        {"labels": IDS, "attention_mask": SHOWN.long()},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-def test_labels_that_count_are_those_of_the_models_own_loss(name):
-    """In pieces, the whole batch's loss."""
-    family, options, batch = COUNTED[name]
-    config = tiny_config(family)
-    for option, value in options.items():
-        setattr(config, option, value)
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(config).eval()
-    for p in model.parameters():  # else some give every label the same loss
-        torch.nn.init.normal_(p, std=0.3)
-    batch = {"input_ids": IDS} | batch
-    parts = list(split(batch, 1))
-    rule = find_rule(
-        model, [batch], lambda m, b: m(**b).loss, usual_rule(model), how="accumulation=4"
-    )
-    counts = [count_items(model, part, rule) for part in parts]
-    losses = [model(**part).loss.item() for part in parts]
-    found = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert found == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
 def made(cls, **options):
