@@ -40,71 +40,73 @@ def parts(model, inputs):
     return named, scored, (labels != -100).sum()
 
 
-def kind(name, loss):
+def own(loss):
     """A ``Trainer`` whose ``compute_loss`` is ``loss(trainer, model, inputs, items)``."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return loss(self, model, inputs, num_items_in_batch)
 
-    return type(name, (Trainer,), {"compute_loss": compute_loss})
+    return type(loss.__name__, (Trainer,), {"compute_loss": compute_loss})
 
 
-def of_rows(trainer, model, inputs, items):
+@own
+def OfRows(trainer, model, inputs, items):
     """A mean over rows, which the model's arguments do not scale."""
     return -parts(model, inputs)[1].mean()
 
 
-def of_tokens(trainer, model, inputs, items):
+@own
+def OfTokens(trainer, model, inputs, items):
     """Divided by the tokens of the whole step."""
     return parts(model, inputs)[0] / items
 
 
-def of_both(trainer, model, inputs, items):
+@own
+def OfBoth(trainer, model, inputs, items):
     """As trl's DPO with loss_type=["sigmoid", "sft"]: it adds two means of its micro-batch."""
     named, scored, count = parts(model, inputs)
     return named / count - scored.mean()
 
 
-def of_chance(trainer, model, inputs, items):
-    return torch.rand(()) * of_rows(trainer, model, inputs, items)
+@own
+def OfChance(trainer, model, inputs, items):
+    return torch.rand(()) * OfRows.compute_loss(trainer, model, inputs)
 
 
-def of_hidden_chance(trainer, model, inputs, items):
+@own
+def HiddenChance(trainer, model, inputs, items):
     """Its dropout is always on; a head of zeros shows none of it."""
     logits = F.dropout(model(input_ids=inputs["input_ids"]).logits, 0.5, True)
     return F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten())
 
 
-def failing(trainer, model, inputs, items):
+@own
+def Failing(trainer, model, inputs, items):
     raise KeyError("no such column")
 
 
-def of_its_own(trainer, model, inputs, items):
+@own
+def Own(trainer, model, inputs, items):
     """Trainer's own loss, of what the model takes."""
     inputs = {name: inputs[name] for name in ("input_ids", "labels")}
     return Trainer.compute_loss(trainer, model, inputs, num_items_in_batch=items)
 
 
-def divided(trainer, model, inputs, items):
+@own
+def Divides(trainer, model, inputs, items):
     """A mean over rows, which may be divided by the micro-batches of a step."""
-    loss = of_rows(trainer, model, inputs, items)
+    loss = OfRows.compute_loss(trainer, model, inputs)
     if trainer.by == "current":
         return loss / trainer.current_gradient_accumulation_steps
     return loss / trainer.args.gradient_accumulation_steps if trainer.by == "args" else loss
 
 
-def times_the_processes(trainer, model, inputs, items):
-    return of_tokens(trainer, model, inputs, items) * trainer.accelerator.num_processes
-
-
-OfRows, OfTokens, OfBoth = (
-    kind("OfRows", of_rows),
-    kind("OfTokens", of_tokens),
-    kind("OfBoth", of_both),
-)
-OfChance, HiddenChance = kind("OfChance", of_chance), kind("HiddenChance", of_hidden_chance)
-Failing, Own = kind("Failing", failing), kind("Own", of_its_own)
-Divides, TimesTheProcesses = kind("Divides", divided), kind("Times", times_the_processes)
+@own
+def TimesTheProcesses(trainer, model, inputs, items):
+    return (
+        OfTokens.compute_loss(trainer, model, inputs, num_items_in_batch=items)
+        * trainer.accelerator.num_processes
+    )
 
 
 def trainer_of(kind, folder, accumulation=4, data=ROWS):
