@@ -19,12 +19,14 @@ def ragged(lengths, vocab: int, seed: int = 0) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": real.long(), "labels": ids.masked_fill(~real, -100)}
 
 
-def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Of a causal model, by another way than the library's: the mean that cross_entropy takes
-    itself.
+def own_loss(model: nn.Module, batch: dict[str, Tensor], shifted: bool = True) -> Tensor:
+    """By another way than the library's, in float64: the mean that cross_entropy takes itself of a
+    model's logits, ``shifted`` if it is causal.
     """
-    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+    logits, labels = model(**batch).logits.double(), batch["labels"]
+    if shifted:
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
 def gradient(model: nn.Module) -> Tensor:

@@ -11,8 +11,8 @@ from functools import cache
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
-import torch.nn.functional as F
 from support.families import tiny_config, with_dropout
+from support.gradients import error, own_loss
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
@@ -50,11 +50,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def exact_loss(model: torch.nn.Module, batch: dict) -> torch.Tensor:
     """The model's own loss in float64: transformers' own is computed in float32."""
-    logits, labels = model(**batch).logits, batch["labels"]
-    if labels.dim() == 2 and predicts_next_token(model):
-        logits, labels = logits[:, :-1], labels[:, 1:]
-    total = F.cross_entropy(logits.flatten(0, -2), labels.reshape(-1), reduction="sum")
-    return total / (labels != -100).sum().clamp(min=1)
+    shifted = batch["labels"].dim() == 2 and predicts_next_token(model)
+    return own_loss(model, batch, shifted)
 
 
 def trained(family: str, recipe: Recipe, rows, clip: float, peft: bool):
@@ -123,7 +120,7 @@ def far(some: list[torch.Tensor], others: list[torch.Tensor]) -> float:
         torch.cat([t.double().flatten() for t, n in zip(ts, whole_numbers, strict=True) if not n])
         for ts in (some, others)
     )
-    return ((a - b).norm() / b.norm()).item()
+    return error(a, b)
 
 
 def distances(cases: dict[str, tuple]) -> dict[str, float | str]:

@@ -81,13 +81,6 @@ def test_transformers_own_checkpointing_is_refused_before_and_after():
             step("llama", model, batch)
 
 
-def test_a_key_value_cache_is_left_out_in_training_with_a_warning():
-    model, batch = made("gpt2"), batch_for("gpt2")
-    expected = step("gpt2", model, batch)
-    with checkpoint_layers(model, 2), pytest.warns(UserWarning, match="use_cache"):
-        same(step("gpt2", model, batch, use_cache=True), expected)
-
-
 def test_a_copy_is_a_plain_model():
     model, batch = made("llama"), batch_for("llama")
     expected = step("llama", model, batch)
@@ -256,3 +249,56 @@ def test_a_model_without_known_layers_is_told_which_list_to_give():
     model.encoder = _OfParts(nn.Sequential)
     with pytest.raises(ValueError, match=r"such as model\.encoder\.layers \(4 layers\)"):
         checkpoint_layers(model, 1)
+
+
+def outputs(layers, x):
+    found = []
+    for layer in layers:
+        x = layer(x)
+        found.append(x)
+    return found
+
+
+def left_out(layers, x):
+    return outputs([*layers[:2], *layers[3:]], x)[-1]
+
+
+def added_in_place(layers, x):
+    for layer in layers:
+        before, x = x, layer(x)
+        x += before
+    return x
+
+
+def ends_early(layers, x):
+    return outputs(layers, x)[1]
+
+
+@pytest.mark.parametrize(
+    ("run", "every", "keep_last", "says"),
+    [
+        (left_out, 3, False, "has run already"),
+        (left_out, 3, True, "has run already"),
+        (added_in_place, 3, False, "changed in place"),
+        (added_in_place, 3, True, "changed in place"),
+        (ends_early, 3, None, "elsewhere"),
+        (ends_early, [2, 4], None, None),
+    ],
+)
+def test_layers_of_a_segment_run_in_a_row_and_their_outputs_have_no_other_use(
+    run, every, keep_last, says
+):
+    layers, x = nn.ModuleList(nn.Linear(4, 4) for _ in range(6)), torch.randn(2, 4)
+
+    def gradient():
+        return torch.autograd.grad(run(layers, x).sum(), layers[0].weight)[0]
+
+    expected = gradient()
+    with checkpoint_layers(layers, 1):
+        assert torch.equal(gradient(), expected)
+    with checkpoint_layers(layers, every, keep_last=keep_last):
+        if says:
+            with pytest.raises(RuntimeError, match=says):
+                gradient()
+        else:
+            assert torch.equal(gradient(), expected)

@@ -4,14 +4,13 @@ gradient.
 
 import os
 from contextlib import suppress
-from functools import partial
 
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from support.gradients import error, own_loss, ragged
 from support.gradients import gradient as flat_gradient
-from support.gradients import ragged
 from support.refusals import refusal
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -33,16 +32,17 @@ ROWS = list(split(BATCH, 1))
 ROWS.append(ROWS[0] | {"labels": torch.full((1, 12), -100)})  # row -1 has no label
 
 
-SIZES = {"layers": 2, "hidden": 16, "heads": 2, "vocab": 31, "positions": 12}
-tiny = partial(models.tiny_gpt2, dtype=torch.float64, **SIZES)
+def tiny():
+    sizes = {"layers": 2, "hidden": 16, "heads": 2, "vocab": 31, "positions": 12}
+    return models.tiny_gpt2(dtype=torch.float64, **sizes)
 
 
 def whole_batch():
     """The full batch's gradient, loss and number of labels, in one process."""
     alone = tiny()
-    loss, items = next_token_loss(alone, BATCH)
-    (loss / items).backward()
-    return flat_gradient(alone), (loss / items).item(), items
+    loss = own_loss(alone, BATCH)
+    loss.backward()
+    return flat_gradient(alone), loss.item(), own(range(5))
 
 
 def pieces(rows):
@@ -60,8 +60,7 @@ def window(model, gradient, rows, **options):
     done = accumulate_gradients(
         iter(pieces(rows)), lambda m: next_token_loss(model, m), model=model, **options
     )
-    far = ((gradient() - full).norm() / full.norm()).item()
-    return far, done.loss - loss, done.items - items
+    return error(gradient(), full), done.loss - loss, done.items - items
 
 
 def said(model, rows, loss_and_count=None):

@@ -145,3 +145,16 @@ def test_a_copied_or_pickled_optimizer_goes_on_as_the_original(kind, settings):
         update(other, other_optimizer)
         assert vars(other_optimizer).get("foreach") == settings.get("foreach")
         assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_a_closure_computes_the_gradients_of_the_master_weights():
+    model = nn.Linear(4, 3).bfloat16()
+    optimizer, before = MasterAdamW(model.parameters(), lr=0.1), model.weight.clone()
+
+    def closure():
+        loss = model(torch.randn(4, 4).bfloat16()).square().mean()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert not model.weight.equal(before)

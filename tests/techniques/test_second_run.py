@@ -1,9 +1,11 @@
 """A forward that runs twice is the same step to the bit: its gradients, and what it reads and
-writes beside its inputs.
+writes beside its inputs. What it writes is put back after a question.
 """
 
 import random
 import warnings
+from collections import deque
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from gradmem_lib import accumulate_through_embeddings, checkpoint_parts
+from gradmem_lib import Recipe, accumulate_through_embeddings, checkpoint_parts, prepare, step
+from gradmem_lib.techniques.asking import as_in_evaluation
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
+from gradmem_lib.techniques.module_state import left_as_it_was
 from gradmem_lib.techniques.second_run import nearly_same
 
 OF_ALL = torch.Generator()
@@ -86,31 +90,41 @@ class Counted:
     calls: int = 0
 
 
-class Notes(Layer):
-    """Writes what no later forward reads: into a list, a dict, an object, a tensor that is no
-    buffer, a frozen weight; and a second layer that follows the first, as MoCo's does.
-    """
+class KeepsMuch(Layer):
+    """As MoCo's queue and second encoder, a cache of masks and counters do."""
+
+    normalizes = False
 
     def __init__(self):
         super().__init__()
-        self.means, self.seen, self.counted = [], {"rows": 0}, Counted()
-        self.usage, self.mean = torch.zeros(8), torch.zeros(8)
-        self.following = nn.Linear(8, 8).requires_grad_(False)
+        self.keys = nn.Linear(8, 8).requires_grad_(False)
+        self.register_buffer("queue", torch.zeros(4, 8))
+        self.register_buffer("norms", torch.zeros(8))
+        self.counted, self.usage, self.last = Counted(), torch.zeros(8), torch.zeros(8)
+        self.seen, self.means, self.masks = deque(maxlen=4), [], {"widths": set()}
 
     def forward(self, x):
         y = self.linear(x)
-        self.means.append(y.detach().mean().item())
-        self.seen["rows"] += len(x)
+        with torch.no_grad():
+            self.queue[self.counted.calls % 4] = y[0]
+            for key, weight in zip(self.keys.parameters(), self.linear.parameters(), strict=True):
+                key.mul_(0.9).add_(weight, alpha=0.1)
+            self.norms.data.mul_(0.9).add_(self.keys(x).norm(dim=0))  # this changes no version
+            if self.normalizes:
+                self.linear.weight.data = F.normalize(self.linear.weight.data)
         self.counted.calls += 1
         self.usage += (y > 0).sum(0)
-        self.mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
-        with torch.no_grad():
-            self.following.weight.mul_(0.9).add_(self.linear.weight, alpha=0.1)
+        self.seen.append(len(x))
+        self.means.append(y.mean().item())
+        self.masks[len(x)] = torch.ones(len(x))
+        self.masks["widths"].add(x.shape[1])
+        self.last = 0.9 * self.last + 0.1 * y.detach().mean(0)
         return y.tanh()
 
-    def noted(self):
-        tensors = [t.tolist() for t in (self.following.weight, self.usage, self.mean)]
-        return [*tensors, [*self.means], self.seen["rows"], self.counted.calls]
+    def kept(self):
+        tensors = [*self.state_dict().values(), self.usage, self.last]
+        containers = [*self.seen], [*self.means], [*self.masks], {*self.masks["widths"]}
+        return [tensor.tolist() for tensor in tensors], self.counted.calls, containers
 
 
 WAYS = {
@@ -151,8 +165,8 @@ def trained(kind, way=None):
         net.zero_grad()
         net(x).square().mean().backward()
         numbers = [*(p.grad for p in trained_weights(net)), *net.buffers()]
-        noted = [layer.noted() for layer in net if isinstance(layer, Notes)]
-        after.append([*(number.tolist() for number in numbers), *random_states(net), *noted])
+        kept = [layer.kept() for layer in net if isinstance(layer, KeepsMuch)]
+        after.append([*(number.tolist() for number in numbers), *random_states(net), *kept])
         with torch.no_grad():
             for parameter in trained_weights(net):
                 parameter -= 0.05 * parameter.grad
@@ -164,7 +178,7 @@ def trained_weights(net):
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-@pytest.mark.parametrize("kind", [Draws, Keeps, Graph, Notes])
+@pytest.mark.parametrize("kind", [Draws, Keeps, Graph, KeepsMuch])
 def test_a_step_with_checkpoints_is_the_step_without(kind, way):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -336,3 +350,66 @@ def test_two_passes_are_one_pass_in_pieces(kind):
     found, states_after = result(net)
     assert states_after == states
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-15)
+
+
+# What modules keep is put back after a question.
+
+
+@pytest.mark.parametrize("error", [None, KeyboardInterrupt])
+def test_what_a_forward_keeps_is_as_before(error):
+    model = KeepsMuch()
+    model.normalizes = True
+    model(torch.randn(3, 8))
+    before, names, last = model.kept(), {*vars(model)}, model.last
+    queue, memory = model.queue, model.linear.weight.data_ptr()
+    with pytest.raises(error) if error else nullcontext(), left_as_it_was(model):
+        model(torch.randn(2, 8))
+        assert model.kept() != before and model.linear.weight.data_ptr() != memory
+        model.added, model.part = 1, nn.Dropout()  # as BigBird's for short rows
+        del model.masks, model.usage
+        if error:
+            raise error
+    assert model.kept() == before
+    assert ({*vars(model)}, model.last) == (names, last)
+    assert model.queue is queue and model.linear.weight.data_ptr() == memory
+    assert model.seen.maxlen == 4 and len([*model.modules()]) == 3
+
+
+def test_no_more_is_copied_than_twice_the_trained_weights():
+    model = nn.Linear(4, 4)
+    model.register_buffer("table", torch.zeros(1000))
+    model.register_buffer("expanded", torch.zeros(1).expand(1000))
+    model.register_buffer("count", torch.zeros(()))
+    with left_as_it_was(model):
+        model.table += 1
+        model.count += 1
+    assert model.count == 0
+    assert model.table[0] == 1  # as the docstring says
+
+
+class Merges(nn.Linear):
+    """As loralib's layers: in eval mode, the adapter is part of the weight."""
+
+    merged = False
+
+    def train(self, mode=True):
+        self.merged = not mode
+        return super().train(mode)
+
+
+def test_an_eval_of_a_modules_own_is_not_called():
+    model = Merges(2, 2)
+    with as_in_evaluation(model):
+        assert not model.training and not model.merged
+    assert model.training and not model.merged
+
+
+def test_a_step_in_pieces_keeps_what_its_own_micro_batches_leave():
+    """The questions about the loss are no part of the training."""
+    model, recipe = KeepsMuch(), Recipe(accumulation=3)
+    run = prepare(model, recipe)
+    given = {"loss": lambda model, x: model(x).square().mean()}
+    step(run.model, run.optimizer, torch.randn(6, 8), recipe, **given)
+    assert (model.counted.calls, list(model.seen)) == (3, [2, 2, 2])
+    assert (model.queue[3:] == 0).all() and (model.queue[:3] != 0).any(1).all()
+    run.undo.close()

@@ -5,15 +5,12 @@ refusals.
 import copy
 import warnings
 from contextlib import nullcontext
+from functools import partial
 from math import inf
 
 import pytest
 import torch
-from support.predicted import (
-    config,
-    example_batch,
-    model_class,
-)
+from support.checkpointed import N, batch_for, made, same, step
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,23 +26,6 @@ SHAPE = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=128)
 IDS = torch.randint(0, 128, (4, 16), generator=torch.Generator().manual_seed(0))
 
 
-def model_of(family: str, attention: str = "sdpa", dropout: float = 0.1):
-    torch.manual_seed(0)
-    model = model_class(config(family))(config(family)).train()
-    model.set_attn_implementation(attention)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = dropout
-    return model
-
-
-def gradients(model) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    model.zero_grad()
-    model(**example_batch(model, 4, 16)).loss.backward()
-    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
-
-
 def most_activations(model) -> int:
     with MemoryTracker(model, live=False) as tracker:
         model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
@@ -59,7 +39,7 @@ def calls_of(model, kind: str) -> int:
     for module in model.modules():
         if type(module).__name__ == kind:
             module.register_forward_pre_hook(lambda *given: calls.append(1))
-    model(input_ids=IDS, labels=IDS).loss.backward()
+    step("llama", model, batch_for("llama"))
     return len(calls)
 
 
@@ -72,12 +52,12 @@ def calls_of(model, kind: str) -> int:
     ],
 )
 def test_gradients_are_the_same_to_the_bit(family, part):
-    model = model_of(family, "eager" if family == "bert" else "sdpa")
-    expected = gradients(model)
+    model, batch = made(family), batch_for(family)
+    model.set_attn_implementation("eager" if family == "bert" else "sdpa")
+    expected = step(family, model, batch)
     with checkpoint_parts(model, part):
-        found = gradients(model)
-    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
-    assert all(map(torch.equal, gradients(model), expected))
+        same(step(family, model, batch), expected)
+    same(step(family, model, batch), expected)
 
 
 def test_parts_keep_less_than_nothing_checkpointed_and_more_than_whole_layers():
@@ -92,17 +72,17 @@ def test_parts_keep_less_than_nothing_checkpointed_and_more_than_whole_layers():
 
 
 @pytest.mark.parametrize(
-    ("part", "attention", "mlp"), [("attention", 6, 3), ("mlp", 3, 6), ("elementwise", 6, 6)]
+    ("part", "attention", "mlp"), [("attention", 2, 1), ("mlp", 1, 2), ("elementwise", 2, 2)]
 )
 def test_what_runs_again_is_that_part(part, attention, mlp):
-    model = model_of("llama")
+    model = made("llama")
     with checkpoint_parts(model, part):
-        assert calls_of(model, "LlamaAttention") == attention
-        assert calls_of(model, "LlamaMLP") == mlp
+        assert calls_of(model, "LlamaAttention") == attention * N
+        assert calls_of(model, "LlamaMLP") == mlp * N
         copied = copy.deepcopy(model)
-        assert calls_of(model.eval(), "LlamaMLP") == 3
-    assert calls_of(model.train(), "LlamaAttention") == 3
-    assert calls_of(copied, "LlamaAttention") == attention
+        assert calls_of(model.eval(), "LlamaMLP") == N
+    assert calls_of(model.train(), "LlamaAttention") == N
+    assert calls_of(copied, "LlamaAttention") == attention * N
 
 
 @pytest.mark.parametrize(
@@ -114,7 +94,7 @@ def test_what_runs_again_is_that_part(part, attention, mlp):
 )
 def test_what_cannot_be_is_refused(family, part, says):
     with pytest.raises(ValueError, match=says):
-        checkpoint_parts(model_of(family), part)
+        checkpoint_parts(made(family), part)
 
 
 class Mixer(nn.Module):
@@ -175,16 +155,21 @@ def test_what_a_part_was_called_with_may_not_change(in_place):
             loss.backward()
 
 
-def test_a_key_value_cache_is_left_out_with_one_warning():
-    model = models.tiny_llama(**SHAPE)
-    with checkpoint_parts(model, "attention"):
+@pytest.mark.parametrize(
+    "checkpoints",
+    [partial(checkpoint_parts, part="attention"), partial(checkpoint_layers, every=2)],
+)
+def test_a_key_value_cache_is_left_out_with_one_warning(checkpoints):
+    model, batch = made("llama"), batch_for("llama")
+    expected = step("llama", model, batch)
+    with checkpoints(model):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("default")  # Python says it once for a line
-            model(input_ids=IDS, labels=IDS, use_cache=True).loss.backward()
-        assert [str(w.message) for w in said if "use_cache" in str(w.message)] == [CACHE_WARNING]
+            same(step("llama", model, batch, use_cache=True), expected)
+        assert [str(w.message) for w in said] == [CACHE_WARNING]
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            model(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
+            step("llama", model, batch)
 
 
 def test_plan_weighs_the_operations_that_torch_counts_again():

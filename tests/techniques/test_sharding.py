@@ -1,7 +1,6 @@
 """Every way to train one model in several processes, against one process on the same rows."""
 
 import warnings
-from collections import OrderedDict
 from dataclasses import replace
 from importlib.util import find_spec
 from itertools import product
@@ -117,23 +116,10 @@ def test_without_a_process_group_the_sentence_says_torchrun():
         shard(nn.Sequential(nn.Linear(2, 2)), "fsdp")
 
 
-@pytest.mark.parametrize(
-    ("fields", "given", "environment", "says"),
-    [
-        ({"sharding": "fsdp"}, {}, {}, "into DDP without a word, and on cards accelerate's plugin"),
-        ({"sharding": "zero1"}, {}, {}, "prepare.model, recipe. and step"),
-        ({}, {"fsdp": "full_shard"}, {}, "turn FSDP into DDP without a word"),
-        ({"sharding": "ddp"}, {}, {}, "torchrun --nproc-per-node=2"),
-        ({}, {}, {"ACCELERATE_USE_FSDP": "true"}, "accelerate was told to use FSDP"),
-    ],
-)
-def test_make_trainer_refuses_fsdp_which_it_would_not_get(
-    fields, given, environment, says, tmp_path, monkeypatch
-):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(ValueError, match=says):
-        trainer_for(small(), Recipe(**fields), tmp_path, **given)
+def test_make_trainer_refuses_fsdp_which_it_would_not_get(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="accelerate was told to use FSDP"):
+        trainer_for(small(), Recipe(), tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -254,22 +240,20 @@ class Block(nn.Linear):
 
 
 @pytest.mark.parametrize(("how", "dtype"), [("zero2", torch.bfloat16), ("fsdp", None)])
-def test_what_is_gathered_when_and_in_which_dtype(how, dtype, monkeypatch):
+def test_what_is_gathered_when_and_in_which_dtype(how, dtype):
     with fake_process_group(2, 1) as mesh:
-        parts = {"layers": nn.Sequential(Block(), Block()), "head": nn.Linear(2, 2)}
-        model = nn.Sequential(OrderedDict(parts))
-        found = {"layers": (list(model.layers), None)}
-        monkeypatch.setattr(sharding, "find_layers", lambda model, named=(): found)
-        assert shard(model, how, mesh=mesh if dtype else None, compute_dtype=dtype) is model
+        layers, head = nn.Sequential(Block(), Block()), nn.Linear(2, 2)
+        model, given = nn.Sequential(layers, head), {"compute_dtype": dtype, "layers": ("0",)}
+        assert shard(model, how, mesh=mesh if dtype else None, **given) is model
         assert all(isinstance(p, DTensor) and p.device_mesh.size() == 2 for p in model.parameters())
         out = model(torch.ones(1, 2))
-        for layer in model.layers:
+        for layer in layers:
             assert layer.seen[0] == (dtype or torch.float32)
             assert not issubclass(layer.seen[1], DTensor)
-        kept = {isinstance(p, DTensor) for p in model.layers[0].parameters()}
+        kept = {isinstance(p, DTensor) for p in layers[0].parameters()}
         assert kept == {how == "fsdp"}
         # the rest stays gathered until its backward
-        assert not any(isinstance(p, DTensor) for p in model.head.parameters())
+        assert not any(isinstance(p, DTensor) for p in head.parameters())
         out.float().sum().backward()
         grads = [p.grad for p in model.parameters() if p.requires_grad]
         assert all(isinstance(g, DTensor) and g.dtype == torch.float32 for g in grads)

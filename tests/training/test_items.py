@@ -8,7 +8,7 @@ import copy
 import math
 import warnings
 from collections import namedtuple
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import pytest
@@ -17,7 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 from support.families import with_dropout
-from support.gradients import error, gradient, ragged, taken_gradient
+from support.gradients import error, gradient, own_loss, ragged, taken_gradient
 from support.refusals import refusal
 from support.trainers import LastGradient, trainer_for
 from torch import nn
@@ -35,6 +35,8 @@ from gradmem_lib.course import run_ranks
 from gradmem_lib.model.classes import predicts_next_token
 from gradmem_lib.training.item_rules import labels
 from gradmem_lib.training.items import find_rule
+from gradmem_lib.training.probe_rows import fewer_labels, groups_of_rows
+from gradmem_lib.training.step import _identity
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
 ROWS, WIDTH, CLASSES, STEPS = 8, 6, 5, 7
@@ -225,6 +227,21 @@ def test_a_mean_over_items_is_the_full_batchs(kind):
         assert error(stepped(model, batch, loss), full(model, batch, loss)) <= EXACT
 
 
+@pytest.mark.parametrize(("rows", "sizes"), [(5, [2, 1, 1, 1]), (3, [1, 1, 1])])
+def test_a_last_batch_that_does_not_come_out_even_is_exact(rows, sizes):
+    batch, seen = {name: values[:rows] for name, values in classified().items()}, []
+
+    def loss(model, micro):
+        if torch.is_grad_enabled():
+            seen.append(len(micro["x"]))
+        return F.cross_entropy(model(micro["x"]), micro["labels"])
+
+    expected = full(mlp(), batch, loss)
+    seen.clear()
+    assert error(stepped(mlp(), batch, loss), expected) <= 1e-12
+    assert seen == sizes
+
+
 # transformers' models, whose names say nothing.
 
 
@@ -232,18 +249,9 @@ def texts():
     return ragged((3, 20, 9, 14), VOCABULARY)
 
 
-def tiny(cls):
+def tiny(cls, **options):
     torch.manual_seed(0)
-    return tiny_model(cls, with_dropout(cls.config_class(), 0.0)).train()
-
-
-def of_logits(model, batch, shifted):
-    """The mean loss, from the logits."""
-    logits = model(**{name: t for name, t in batch.items() if name != "labels"}).logits
-    targets = batch["labels"]
-    if shifted:
-        logits, targets = logits[:, :-1], targets[:, 1:]
-    return F.cross_entropy(logits.double().flatten(0, -2), targets.flatten())
+    return tiny_model(cls, with_dropout(cls.config_class(**options), 0.0)).train()
 
 
 NEXT_TOKEN = {
@@ -267,8 +275,37 @@ def test_a_renamed_subclass_trains_as_its_parent(family):
     # The models' losses are computed in float32.
     for dtype, limit in ((torch.float64, 1e-5), (torch.bfloat16, 0.03)):
         model.to(dtype)
-        expected = full(model, batch, partial(of_logits, shifted=NEXT_TOKEN[family]))
+        expected = full(model, batch, partial(own_loss, shifted=NEXT_TOKEN[family]))
         assert error(stepped(model, batch), expected) <= limit
+
+
+IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
+TAUGHT = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]  # unlike numbers in each row
+# What the config has besides, and the batch: one -100.0 is a number like any other.
+COUNTED = {
+    "BertForSequenceClassification": (
+        {"num_labels": 1},
+        {"labels": torch.tensor([1.0, -100.0, 2.0, 3.0])},
+    ),
+    "ModernBertForMaskedLM": (
+        {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
+        {"labels": IDS.masked_fill(~TAUGHT, 0).masked_fill(IDS < 9, -100)},
+    ),
+    "BioGptForTokenClassification": (
+        {"num_labels": 60},
+        {"labels": IDS, "attention_mask": TAUGHT.long()},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_labels_that_count_are_those_of_the_models_own_loss(name):
+    options, batch = COUNTED[name]
+    model, batch = tiny(getattr(transformers, name), **options), {"input_ids": IDS} | batch
+    for p in model.parameters():  # else some give every label the same loss
+        nn.init.normal_(p, std=0.3)
+    expected = full(model, batch, lambda model, batch: model(**batch).loss)
+    assert error(stepped(model, batch), expected) <= 1e-5
 
 
 @pytest.mark.filterwarnings("error:.*more than rounding seems")
@@ -440,6 +477,71 @@ def test_the_same_code_with_another_word_is_asked_again():
         stepped(model, numbers(), reduced("sum"))
 
 
+@dataclass
+class Job:
+    """A loss without a hash."""
+
+    criterion: nn.Module
+
+    def loss(self, model, batch):
+        return self.criterion(model(batch["x"]), batch["labels"])
+
+    __call__ = loss
+
+
+class Weighted:
+    """A loss with a hash, and with a tensor or none."""
+
+    def __init__(self, weight):
+        self.weight = weight
+
+    def __call__(self, model, batch):
+        return F.cross_entropy(model(batch["x"]), batch["labels"], weight=self.weight)
+
+
+criterion: nn.Module = nn.CrossEntropyLoss()
+
+
+def global_loss(model, batch):
+    return criterion(model(batch["x"]), batch["labels"])
+
+
+def test_another_criterion_is_another_loss(monkeypatch):
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([0.2, 1.0, 5.0, 1.0, 1.0]).double())
+    model = mlp()
+
+    # each is gone after its step, and the next one may have its address
+    for make in (
+        Job,
+        lambda one: Job(one).loss,
+        lambda one: Weighted(one.weight),
+        lambda one: global_loss,
+    ):
+        monkeypatch.setitem(globals(), "criterion", plain := nn.CrossEntropyLoss())
+        stepped(model, classified(), make(plain))
+        monkeypatch.setitem(globals(), "criterion", weighted)
+        with pytest.raises(ValueError, match="weighs classes"):
+            stepped(model, classified(), make(weighted))
+    assert _identity(Job(plain)) != _identity(Job(weighted))  # one after the other
+
+
+class TokenClassifier(nn.Module):
+    class config:  # of a base whose padding token is no class
+        pad_token_id = 50_283
+
+
+def test_a_model_is_asked_only_about_labels_that_it_has():
+    labels = torch.arange(12).view(2, 6) % 3
+    for changed in fewer_labels(TokenClassifier(), {"labels": labels}, True):
+        assert changed["labels"].max() <= 2
+
+
+def test_a_row_alone_is_asked_about_beside_another_class():
+    for label, other in ((0, 1), (2, 0)):
+        (group,) = groups_of_rows([{"x": torch.ones(1, 4), "labels": torch.tensor([label])}])
+        assert group["labels"].tolist() == [label, other]
+
+
 # What a forward leaves for the next one.
 
 
@@ -501,12 +603,14 @@ def test_a_tuple_begins_with_the_loss():
 
 
 class Returning(nn.Module):
+    """Has a part that it calls ``module``, as DistributedDataParallel does, and is asked itself."""
+
     def __init__(self, inner, loss):
         super().__init__()
-        self.inner, self.loss = inner, loss
+        self.module, self.loss = inner, loss
 
     def forward(self, **batch):
-        return {"loss": self.loss(self.inner, batch)}
+        return {"loss": self.loss(self.module, batch)}
 
 
 def trained(model, batch, loss, folder, items=None):
@@ -616,17 +720,20 @@ def breaks(model, batch):
 
 def refused_on_a_rank() -> list[str]:
     """What is said where the rows of the second process alone show that the loss is no mean over
-    rows, and where its loss alone raises an error.
+    rows, and where its loss alone raises an error; and of a model that counts its forwards.
     """
     batch, recipe = hidden_words(), replace(RECIPE, sharding="fsdp")
     if dist.get_rank() == 0:
         batch["mask"] = torch.ones(12, 6)
     run = prepare(mlp(4, 3), recipe)
     given = run.model, run.optimizer, batch, recipe
-    return [refusal(step, *given, loss=loss) for loss in (of_hidden_words, breaks)]
+    said = [refusal(step, *given, loss=loss) for loss in (of_hidden_words, breaks)]
+    warming = prepare(Warming(WIDTH, 4).double(), replace(RECIPE, sharding="ddp"))
+    return [*said, refusal(step, warming.model, warming.optimizer, numbers(), RECIPE)]
 
 
 def test_processes_that_compute_together_ask_equally_often():
     first, second = run_ranks(refused_on_a_rank)
     assert "another process found it" in first[0] and "mean of their losses alone" in second[0]
     assert "is a sum" in first[1] and "no such column" in second[1]
+    assert all("though no trained weight has" in said[2] for said in (first, second))

@@ -10,18 +10,17 @@ import pytest
 import torch
 import transformers
 from support.families import tiny_config
+from support.gradients import error, gradient, own_loss, taken_gradient
 from support.nightly import each
 from support.trainers import small
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict, split
-from gradmem_lib.training.items import find_rule
+from gradmem_lib import MemoryTracker, Recipe, next_token_loss, predict
 from gradmem_lib.training.losses import (
     check_pieces,
     chunked_loss,
     count_items,
     form_or_refusal,
-    usual_rule,
 )
 from gradmem_lib.training.tiny import VOCABULARY, tiny_model
 
@@ -67,16 +66,13 @@ def test_what_is_equal_is_taken(name, options):
     for parameter in head.parameters():
         parameter.data.normal_(std=5 / head.in_features**0.5)
     ids = torch.randint(3, VOCABULARY, (2, 80))
-    logits = model(input_ids=ids).logits[:, :-1].to(head.weight.dtype)
-    own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
-    trained = list(model.parameters())
-    expected = torch.autograd.grad(own, trained, allow_unused=True, materialize_grads=True)
+    own = own_loss(model, batch_of(ids))
+    own.backward()
+    expected = taken_gradient(model)
     loss = chunked_loss(model, batch_of(ids))
-    found = torch.autograd.grad(loss, trained, allow_unused=True, materialize_grads=True)
+    loss.backward()
     assert loss.item() == pytest.approx(own.item(), rel=limit)
-    norm = torch.nn.utils.get_total_norm(expected)
-    difference = [a - b for a, b in zip(found, expected, strict=True)]
-    assert torch.nn.utils.get_total_norm(difference) <= limit * norm
+    assert error(gradient(model), expected) <= limit
 
 
 def test_a_scale_of_the_width_is_refused():
@@ -112,11 +108,7 @@ def test_what_is_no_language_model_and_what_has_flags_is_refused():
 
 
 def with_a_cap(model):
-    class Capped(torch.nn.Linear):
-        def forward(self, x):
-            return 2 * torch.tanh(super().forward(x) / 2)
-
-    model.lm_head = Capped(model.config.hidden_size, model.config.vocab_size, bias=False)
+    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
 
 
 def with_a_hook(model):
@@ -177,50 +169,6 @@ def test_labels_that_usually_count(model, counted):
     assert count_items(wrapped, {"labels": labels}) == counted
     assert count_items(model, {"labels": [1, 2], "input_ids": torch.zeros(3, 4)}) == 3  # rows
     assert count_items(model, (labels,)) == 2 and count_items(model, {}) == 1
-
-
-IDS = torch.randint(3, 60, (4, 12), generator=torch.Generator().manual_seed(1))
-SHOWN = torch.arange(12) <= 1 + 3 * torch.arange(4)[:, None]  # unlike numbers in each row
-# The family, what its config has besides, and the batch: one -100.0 is a number like any other.
-COUNTED = {
-    "BertForSequenceClassification": (
-        "bert",
-        {"num_labels": 1},
-        {"labels": torch.tensor([1.0, -100.0, 2.0, 3.0])},
-    ),
-    "ModernBertForMaskedLM": (
-        "modernbert",
-        {"sparse_prediction": True, "sparse_pred_ignore_index": 0},
-        {"labels": IDS.masked_fill(~SHOWN, 0).masked_fill(IDS < 9, -100)},
-    ),
-    "BioGptForTokenClassification": (
-        "biogpt",
-        {"num_labels": 60},
-        {"labels": IDS, "attention_mask": SHOWN.long()},
-    ),
-}
-
-
-@pytest.mark.parametrize("name", COUNTED)
-def test_labels_that_count_are_those_of_the_models_own_loss(name):
-    """In pieces, the whole batch's loss."""
-    family, options, batch = COUNTED[name]
-    config = tiny_config(family)
-    for option, value in options.items():
-        setattr(config, option, value)
-    torch.manual_seed(0)
-    model = getattr(transformers, name)(config).eval()
-    for p in model.parameters():  # else some give every label the same loss
-        torch.nn.init.normal_(p, std=0.3)
-    batch = {"input_ids": IDS} | batch
-    parts = list(split(batch, 1))
-    rule = find_rule(
-        model, [batch], lambda m, b: m(**b).loss, usual_rule(model), how="accumulation=4"
-    )
-    counts = [count_items(model, part, rule) for part in parts]
-    losses = [model(**part).loss.item() for part in parts]
-    found = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    assert found == pytest.approx(model(**batch).loss.item(), rel=1e-5)
 
 
 def made(cls, **options):

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from support.gradients import ragged
 from support.paths import ROOT
-from support.trainers import rows, small
+from support.trainers import plain_arguments, rows, small
 from torch.optim.lr_scheduler import StepLR
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
 import gradmem_lib
 from gradmem_lib import MemoryCallback, Recipe, count_targets, next_token_loss, prepare, split
@@ -41,12 +41,8 @@ def names(folder):
     """What a reader of the page has."""
     model = small(layers=1, hidden=32, intermediate=48, vocab=64).double()
     found = {name: getattr(gradmem_lib, name) for name in gradmem_lib.__all__}
-    count = lambda micro: count_targets(micro["labels"])  # noqa: E731
-    args = TrainingArguments(str(folder), max_steps=2, use_cpu=True, report_to="none")
-    args.gradient_accumulation_steps = 2
+    args, data = plain_arguments(folder, gradient_accumulation_steps=2), rows(16, 24, 64)
     made = prepare(copy.deepcopy(model), RECIPE)
-    memory = MemoryCallback(live=False)
-    data = rows(16, 24, 64)
     return found | {
         "model": model,
         "recipe": RECIPE,
@@ -55,14 +51,14 @@ def names(folder):
         "of_pair": of_pair,
         "micro_batches": list(split(batch(), 2)),
         "loss_and_count": lambda micro: next_token_loss(model, micro),
-        "count": count,
+        "count": lambda micro: count_targets(micro["labels"]),
         "optimizer": made.optimizer,
         "scheduler": StepLR(made.optimizer, 1, 0.5),
         "prepared": Accelerator(cpu=True).prepare(model),
         "Trainer": Trainer,
         "args": args,
         "rows": data,
-        "memory": memory,
+        "memory": MemoryCallback(live=False),
         "trainer": Trainer(model, args, train_dataset=data),
         "stepped": made.model,
     }

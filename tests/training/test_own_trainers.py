@@ -15,23 +15,20 @@ from gradmem_lib.course import run_ranks
 VOCABULARY, WIDTH = 512, 12
 
 
-class Rows(torch.utils.data.Dataset):
-    """Rows of unequally many labels, and a score for each."""
+def row(i):
+    generator = torch.Generator().manual_seed(i)
+    ids = torch.randint(3, VOCABULARY, (WIDTH,), generator=generator)
+    labels = ids.clone()
+    labels[3 + i :] = -100
+    return {"input_ids": ids, "labels": labels, "score": torch.randn((), generator=generator)}
 
-    def __len__(self):
-        return 8
 
-    def __getitem__(self, i):
-        generator = torch.Generator().manual_seed(i)
-        ids = torch.randint(3, VOCABULARY, (WIDTH,), generator=generator)
-        labels = ids.clone()
-        labels[3 + i :] = -100
-        return {"input_ids": ids, "labels": labels, "score": torch.randn((), generator=generator)}
+ROWS = [row(i) for i in range(8)]  # of unequally many labels, with a score for each
 
 
 class Streamed(torch.utils.data.IterableDataset):
     def __iter__(self):
-        yield from (Rows()[i] for i in range(8))
+        yield from ROWS
 
 
 def parts(model, inputs):
@@ -43,74 +40,76 @@ def parts(model, inputs):
     return named, scored, (labels != -100).sum()
 
 
-def kind(name, loss):
+def own(loss):
     """A ``Trainer`` whose ``compute_loss`` is ``loss(trainer, model, inputs, items)``."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return loss(self, model, inputs, num_items_in_batch)
 
-    return type(name, (Trainer,), {"compute_loss": compute_loss})
+    return type(loss.__name__, (Trainer,), {"compute_loss": compute_loss})
 
 
-def of_rows(trainer, model, inputs, items):
+@own
+def OfRows(trainer, model, inputs, items):
     """A mean over rows, which the model's arguments do not scale."""
     return -parts(model, inputs)[1].mean()
 
 
-def of_tokens(trainer, model, inputs, items):
+@own
+def OfTokens(trainer, model, inputs, items):
     """Divided by the tokens of the whole step."""
     return parts(model, inputs)[0] / items
 
 
-def of_both(trainer, model, inputs, items):
+@own
+def OfBoth(trainer, model, inputs, items):
     """As trl's DPO with loss_type=["sigmoid", "sft"]: it adds two means of its micro-batch."""
     named, scored, count = parts(model, inputs)
     return named / count - scored.mean()
 
 
-def of_chance(trainer, model, inputs, items):
-    return torch.rand(()) * of_rows(trainer, model, inputs, items)
+@own
+def OfChance(trainer, model, inputs, items):
+    return torch.rand(()) * OfRows.compute_loss(trainer, model, inputs)
 
 
-def of_hidden_chance(trainer, model, inputs, items):
+@own
+def HiddenChance(trainer, model, inputs, items):
     """Its dropout is always on; a head of zeros shows none of it."""
     logits = F.dropout(model(input_ids=inputs["input_ids"]).logits, 0.5, True)
     return F.cross_entropy(logits.flatten(0, 1), inputs["input_ids"].flatten())
 
 
-def failing(trainer, model, inputs, items):
+@own
+def Failing(trainer, model, inputs, items):
     raise KeyError("no such column")
 
 
-def of_its_own(trainer, model, inputs, items):
+@own
+def Own(trainer, model, inputs, items):
     """Trainer's own loss, of what the model takes."""
     inputs = {name: inputs[name] for name in ("input_ids", "labels")}
     return Trainer.compute_loss(trainer, model, inputs, num_items_in_batch=items)
 
 
-def divided(trainer, model, inputs, items):
+@own
+def Divides(trainer, model, inputs, items):
     """A mean over rows, which may be divided by the micro-batches of a step."""
-    loss = of_rows(trainer, model, inputs, items)
+    loss = OfRows.compute_loss(trainer, model, inputs)
     if trainer.by == "current":
         return loss / trainer.current_gradient_accumulation_steps
     return loss / trainer.args.gradient_accumulation_steps if trainer.by == "args" else loss
 
 
-def times_the_processes(trainer, model, inputs, items):
-    return of_tokens(trainer, model, inputs, items) * trainer.accelerator.num_processes
+@own
+def TimesTheProcesses(trainer, model, inputs, items):
+    return (
+        OfTokens.compute_loss(trainer, model, inputs, num_items_in_batch=items)
+        * trainer.accelerator.num_processes
+    )
 
 
-OfRows, OfTokens, OfBoth = (
-    kind("OfRows", of_rows),
-    kind("OfTokens", of_tokens),
-    kind("OfBoth", of_both),
-)
-OfChance, HiddenChance = kind("OfChance", of_chance), kind("HiddenChance", of_hidden_chance)
-Failing, Own = kind("Failing", failing), kind("Own", of_its_own)
-Divides, TimesTheProcesses = kind("Divides", divided), kind("Times", times_the_processes)
-
-
-def trainer_of(kind, folder, accumulation=4, data=None):
+def trainer_of(kind, folder, accumulation=4, data=ROWS):
     torch.manual_seed(0)
     arguments = plain_arguments(
         folder,
@@ -119,15 +118,15 @@ def trainer_of(kind, folder, accumulation=4, data=None):
         remove_unused_columns=False,
         accelerator_config={"dispatch_batches": False},  # each process reads its own rows
     )
-    trainer = kind(small(layers=1), arguments, train_dataset=data or Rows())
+    trainer = kind(small(layers=1), arguments, train_dataset=data)
     trainer.remove_callback(PrinterCallback)
     trainer.model_accepts_loss_kwargs = kind in (OfTokens, Trainer)
     return trainer
 
 
-@pytest.mark.parametrize(("kind", "data"), [(OfRows, Streamed), (OfTokens, Rows)])
+@pytest.mark.parametrize(("kind", "data"), [(OfRows, Streamed()), (OfTokens, ROWS)])
 def test_a_loss_that_is_the_same_in_pieces_passes_and_nothing_changes(kind, data, tmp_path):
-    trainer = trainer_of(kind, tmp_path, data=data())
+    trainer = trainer_of(kind, tmp_path, data=data)
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     numbers = torch.get_rng_state()
     assert check_accumulation(trainer) is None
@@ -154,10 +153,7 @@ def test_two_means_are_refused_and_uncut_they_are_right(tmp_path):
 def test_the_trainer_of_a_recipe_passes(tmp_path):
     recipe = Recipe(accumulation=4)
     files = {"output_dir": tmp_path, "remove_unused_columns": False}
-    rows = [
-        {name: row[name] for name in ("input_ids", "labels")}
-        for row in map(Rows().__getitem__, range(8))
-    ]
+    rows = [{name: row[name] for name in ("input_ids", "labels")} for row in ROWS]
     trainer = make_trainer(small(layers=1), recipe, batch_size=4, train_dataset=rows, **files)
     assert check_accumulation(trainer) is None
 
@@ -231,14 +227,14 @@ def test_what_is_divided_by_the_micro_batches_is_judged_as_it_trains(scaled, by,
 def judged_on_a_rank(folder: str) -> list[str]:
     found = []
     for kind, accumulation, data in (
-        (OfTokens, 1, Rows),
-        (OfTokens, 2, Rows),
-        (OfRows, 2, Rows),
-        (TimesTheProcesses, 1, Rows),
-        (Own, 2, Rows),
-        (TimesTheProcesses, 2, Streamed),
+        (OfTokens, 1, ROWS),
+        (OfTokens, 2, ROWS),
+        (OfRows, 2, ROWS),
+        (TimesTheProcesses, 1, ROWS),
+        (Own, 2, ROWS),
+        (TimesTheProcesses, 2, Streamed()),
     ):
-        trainer = trainer_of(kind, folder, accumulation, data())
+        trainer = trainer_of(kind, folder, accumulation, data)
         trainer.model_accepts_loss_kwargs = kind is not OfRows
         found.append(refusal(check_accumulation, trainer))
     return found
@@ -253,7 +249,6 @@ def test_two_processes_are_asked_together(tmp_path):
 
 
 def test_a_row_whose_loss_is_not_finite_is_named(tmp_path):
-    rows = [Rows()[i] for i in range(8)]
-    rows[2]["score"] = torch.tensor(torch.nan)
+    rows = [*ROWS[:2], ROWS[2] | {"score": torch.tensor(torch.nan)}, *ROWS[3:]]
     with pytest.raises(ValueError, match=r"numbers: of the first rows.*micro-batch 3 of 4 has the"):
         check_accumulation(trainer_of(OfRows, tmp_path, data=rows))

@@ -73,26 +73,18 @@ def random_additions(model):
     return model
 
 
-@pytest.mark.parametrize("family", ["t5", "mixtral"])
-def test_adapters_of_other_families_load_too(family, tmp_path):
+@pytest.mark.parametrize(("family", "bits"), [("t5", 32), ("mixtral", 32), ("llama", 4)])
+def test_adapters_of_other_families_and_on_4_bits_load_too(family, bits, tmp_path):
     torch.manual_seed(0)
     fresh = model_class(tiny_config(family))(tiny_config(family))
     model = copy.deepcopy(fresh)
     add_lora(model, 3)
+    if bits == 4:
+        quantize_base(model)
+        with torch.no_grad():
+            for name, module in adapters_of(model).items():
+                fresh.get_submodule(name).weight.copy_(module.base.dequantized())
     assert_peft_loads(random_additions(model), fresh, tmp_path)
-
-
-def test_adapters_on_a_base_in_4_bits_are_saved(tmp_path):
-    torch.manual_seed(0)
-    fresh = small()
-    model = copy.deepcopy(fresh)
-    add_lora(model, 3)
-    quantize_base(model)
-    random_additions(model)
-    with torch.no_grad():
-        for name, module in adapters_of(model).items():
-            fresh.get_submodule(name).weight.copy_(module.base.dequantized())
-    assert_peft_loads(model, fresh, tmp_path)
 
 
 def test_what_peft_would_compute_otherwise_is_not_saved(tmp_path):

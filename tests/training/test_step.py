@@ -4,21 +4,21 @@ nothing here is asked twice.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.families import OLDER
-from support.gradients import error, gradient, own_loss, ragged, taken_gradient
+from support.gradients import own_loss, ragged
 from torch import nn
-from transformers import LlamaForCausalLM
 from transformers.optimization import Adafactor
 
-from gradmem_lib import AdamW8bit, Recipe, prepare, step
+from gradmem_lib import AdamW8bit, Recipe, checkpoint_parts, prepare, step
 from gradmem_lib.course import models
 from gradmem_lib.optimizers import ADAFACTOR_EPS, RELATIVE_RATE
 from gradmem_lib.techniques.checkpointing import checkpoints_of
+from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.techniques.optimizers import SMALLEST_8BIT
 from gradmem_lib.training.prepare import RATE
 
@@ -119,20 +119,10 @@ def test_clipping_takes_all_gradients_of_the_step_and_no_older_ones():
     batches = [(torch.randint(0, 9, (6, 3)), torch.randn(6)) for _ in range(3)]
     recipe = Recipe(precision=None, accumulation=2)
 
-    def plain_step(weights, optimizer, loss):
-        loss.backward()
-        grads = [p.grad.to_dense() if p.grad.is_sparse else p.grad for p in weights]
-        norm = torch.nn.utils.get_total_norm(grads)
-        for parameter in weights:
-            parameter.grad *= 0.1 / norm
-        optimizer.step()
-        for parameter in weights:
-            parameter.grad = None
-
     ends = []
     for plain in (True, False):
         torch.manual_seed(0)
-        table, scale = nn.Embedding(9, 4, sparse=True), nn.Parameter(torch.tensor(3.0))
+        table, scale = nn.Embedding(9, 4, sparse=not plain), nn.Parameter(torch.tensor(3.0))
         model = nn.Sequential(table, nn.Flatten(), nn.Linear(12, 1))
         weights = [*model.parameters(), scale]
         optimizer = torch.optim.SGD([table.weight, scale], 0.5)
@@ -142,7 +132,11 @@ def test_clipping_takes_all_gradients_of_the_step_and_no_older_ones():
 
         for batch in batches:
             if plain:
-                plain_step(weights, optimizer, loss(model, batch))
+                loss(model, batch).backward()
+                nn.utils.clip_grad_norm_(weights, 0.1)
+                optimizer.step()
+                for parameter in weights:
+                    parameter.grad = None
             else:
                 step(model, optimizer, batch, recipe, loss=loss, max_grad_norm=0.1)
         ends.append(torch.cat([parameter.detach().flatten() for parameter in weights]))
@@ -226,46 +220,28 @@ def test_what_is_no_loss_is_named(rows, accumulation, loss, says):
         step(nn.Linear(2, 2), [], torch.ones(rows, 2), recipe, loss=loss)
 
 
-class Older(LlamaForCausalLM):
-    """As transformers had it before 5.23: the methods of checkpointing have one pair of names."""
-
-    @property
-    def activation_checkpointing_enable(self):
-        raise AttributeError("not yet")
-
-    activation_checkpointing_disable = activation_checkpointing_enable
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs=None, every_n_layers=1):
-        self._activation_checkpointing_enable(gradient_checkpointing_kwargs, every_n_layers)
-
-    def gradient_checkpointing_disable(self):
-        self._activation_checkpointing_disable()
-
-
-@pytest.mark.skipif(OLDER, reason="what the test builds from is not there")
-def test_every_second_layer_is_checkpointed_by_the_older_name_too():
-    older = Older(llama().config)
-    prepare(older, Recipe(every_n_layers=2))
-    assert [layer.gradient_checkpointing for layer in older.model.layers] == [True, False]
-
-
-class OnlyPerLayer(nn.Module):
-    """Checkpoints as transformers had them before a layer in so many could be chosen."""
+class Older(nn.Linear):
+    """Checkpoints by the names that transformers had for them before 5.23; some versions could not
+    choose one layer in so many.
+    """
 
     asked = None
 
-    def activation_checkpointing_enable(self, kwargs):
-        self.asked = kwargs
+    def gradient_checkpointing_enable(self, kwargs, **more):
+        self.asked = kwargs, more
 
-    def activation_checkpointing_disable(self):
+    def gradient_checkpointing_disable(self):
         self.asked = None
 
 
-def test_checkpoints_of_every_layer_ask_for_no_more_than_that():
-    model = OnlyPerLayer()
-    model.weight = nn.Parameter(torch.ones(1))
-    made = prepare(model, Recipe(checkpointing="per-layer"))
-    assert model.asked == {"use_reentrant": False}
+@pytest.mark.parametrize(
+    ("fields", "more"),
+    [({"checkpointing": "per-layer"}, {}), ({"every_n_layers": 2}, {"every_n_layers": 2})],
+)
+def test_checkpoints_of_older_names_are_asked_for_no_more_than_is_needed(fields, more):
+    model = Older(1, 1)
+    made = prepare(model, Recipe(**fields))
+    assert model.asked == ({"use_reentrant": False}, more)
     made.undo.close()
     assert model.asked is None
 
@@ -310,22 +286,110 @@ def test_weights_are_cast_as_the_precision_says(precision, dtype):
     assert model.num_batches_tracked.dtype == torch.int64
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(5, [2, 1, 1, 1]), (3, [1, 1, 1])])
-def test_a_last_batch_that_does_not_come_out_even_is_exact(rows, sizes):
+# Losses and gradients that are not finite.
+
+
+def rows(n: int = 4) -> dict:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(n, 4, generator=generator),
+        "labels": torch.arange(n) % 3,
+    }
+
+
+def sgd(model: nn.Module) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+IN_TWO = Recipe(precision=None, attention=None, accumulation=2)
+
+
+def deep():
     torch.manual_seed(0)
-    model, seen = nn.Linear(6, 5).double(), []
-    batch = {"x": torch.randn(rows, 6, dtype=torch.float64), "labels": torch.arange(rows) % 5}
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
 
-    def loss(asked, micro):
-        if torch.is_grad_enabled():
-            seen.append(len(micro["x"]))
-        return F.cross_entropy(asked(micro["x"]), micro["labels"])
 
-    loss(model, batch).backward()
-    expected = taken_gradient(model)
-    seen.clear()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    recipe = Recipe(precision=None, optimizer="sgd", accumulation=4, attention=None)
-    step(model, optimizer, batch, recipe, loss=loss, keep_gradients=True)
-    assert seen == sizes
-    assert error(gradient(model), expected) <= 1e-12
+def in_float32(model, batch):
+    return F.cross_entropy(model(batch["x"]).float(), batch["labels"])
+
+
+NOT_IN_BACKWARD = replace(IN_TWO, optimizer="sgd")
+HOW = [
+    NOT_IN_BACKWARD,
+    replace(NOT_IN_BACKWARD, precision="autocast-fp16"),
+    replace(NOT_IN_BACKWARD, accumulation=1, in_backward=True),
+]
+
+
+@pytest.mark.parametrize("recipe", HOW)
+def test_a_row_that_makes_the_loss_nan_is_named_and_changes_nothing(recipe):
+    model, batch = deep(), rows(8)
+    run = prepare(model, recipe)
+    before = [parameter.clone() for parameter in model.parameters()]
+    batch["x"][5] = torch.nan
+    where = {1: "row 6 of micro-batch 1", 2: "row 2 of micro-batch 2"}[recipe.accumulation]
+    with pytest.raises(ValueError, match=rf"the loss is not finite.*\({where} alone shows it\)"):
+        step(run.model, run.optimizer, batch, recipe, loss=in_float32)
+    assert all(map(torch.equal, model.parameters(), before))
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("precision", "clip", "factor"), [("autocast-fp16", None, 1e4), (None, 1.0, 1e38)]
+)
+def test_a_gradient_that_overflows_makes_no_step(precision, clip, factor):
+    model, recipe = deep(), replace(IN_TWO, precision=precision)
+    before = [parameter.clone() for parameter in model.parameters()]
+    given = {"loss": lambda *given: factor * in_float32(*given), "max_grad_norm": clip}
+    with pytest.raises(ValueError, match=r"a gradient is not finite.*scaler=GradScaler\(\)"):
+        step(model, sgd(model), rows(), recipe, **given)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+# What is left after an error.
+
+
+class TakesNoOverride(nn.Linear):
+    def __setattr__(self, name, value):
+        if name == "_call_impl":
+            raise AttributeError("this module is closed")
+        super().__setattr__(name, value)
+
+
+def in_layers(*kinds):
+    return nn.Sequential(*(nn.Sequential(kind(4, 4)) for kind in kinds))
+
+
+def prepared(model, **given):
+    rate = given.pop("lr", 1e-3)
+    prepare(model, Recipe(**{"precision": None, "attention": None} | given), lr=rate)
+
+
+HEAD = "no linear layer is called 'head'"
+
+
+@pytest.mark.parametrize(
+    ("model", "run", "given", "says"),
+    [
+        (in_layers(nn.Linear), prepared, {"checkpointing": 1, "lr": -1.0}, "learning rate"),
+        (in_layers(nn.Linear, TakesNoOverride), checkpoint_parts, {"part": nn.Linear}, "closed"),
+        (nn.Linear(4, 4), add_lora, {"rank": 2}, "no linear layer"),
+        (in_layers(nn.Linear), add_lora, {"rank": 0}, "rank of at least 1"),
+        (in_layers(nn.Linear), add_lora, {"rank": 2, "targets": ("head",)}, HEAD),
+        (
+            in_layers(nn.Linear),
+            prepared,
+            {"precision": "bf16", "lora_rank": 2, "lora_targets": ("head",)},
+            HEAD,
+        ),
+    ],
+)
+def test_what_is_refused_leaves_the_model_as_it_is(model, run, given, says):
+    def as_it_is():
+        parts = [(type(m), {**vars(m)}) for m in model.modules()]
+        return parts, [(p.requires_grad, p.dtype) for p in model.parameters()]
+
+    before = as_it_is()
+    with pytest.raises((ValueError, AttributeError), match=says):
+        run(model, **given)
+    assert as_it_is() == before

@@ -5,17 +5,16 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from support.gradients import error, gradient
+from support.gradients import error, gradient, own_loss
 from support.refusals import refusal
 from support.trainers import LastGradient, trainer_for
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import default_collate
 
 from gradmem_lib import Recipe, accumulate_gradients, next_token_loss
 from gradmem_lib.course import models, run_ranks
@@ -36,18 +35,7 @@ def row(i):
 
 
 def batch(indices):
-    rows = [row(i) for i in indices]
-    return {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-
-
-def summed(model, indices):
-    """The sum of this test's own cross-entropies, and their number."""
-    rows = batch(indices)
-    log_p = model(input_ids=rows["input_ids"]).logits[:, :-1].double().log_softmax(-1)
-    targets = rows["labels"][:, 1:]
-    counted = targets != -100
-    picked = log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return -(picked * counted).sum(), int(counted.sum())
+    return default_collate([row(i) for i in indices])
 
 
 def plain(windows):
@@ -56,9 +44,9 @@ def plain(windows):
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     found = []
     for indices in windows:
-        total, count = summed(model, indices)
-        (total / count).backward()
-        found.append((gradient(model), total / count))
+        loss = own_loss(model, batch(indices))
+        loss.backward()
+        found.append((gradient(model), loss))
         optimizer.step()
         optimizer.zero_grad()
     return found
@@ -90,25 +78,18 @@ def test_a_streamed_window_ends_with_its_epoch(tmp_path):
         assert logged == pytest.approx(loss.item(), rel=1e-5)
 
 
-class Rows(torch.utils.data.Dataset):
-    def __init__(self, rows, unlabelled=()):
-        self.rows, self.unlabelled = rows, unlabelled
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, i):
-        found = row(i)
-        if i in self.unlabelled:
-            found["labels"] = torch.full_like(found["labels"], -100)
-        return found
+def rows(n, unlabelled=()):
+    found = [row(i) for i in range(n)]
+    for i in unlabelled:
+        found[i]["labels"].fill_(-100)
+    return found
 
 
 @pytest.mark.parametrize("empty", [(4, 5), (0, 1, 2, 3)])
 def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path):
     windows = [(0, 1), (2, 3), (4, 5)]
     expected = plain([window for window in windows if window[0] not in empty])
-    given = {"batch_size": 2, "train_dataset": Rows(6, empty), "max_steps": 3}
+    given = {"batch_size": 2, "train_dataset": rows(6, empty), "max_steps": 3}
     trainer, look = trainer_of(tmp_path, Recipe(accumulation=2, optimizer="sgd"), **given)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -122,12 +103,12 @@ def test_a_window_without_a_label_changes_nothing_and_is_counted(empty, tmp_path
 
 @pytest.mark.parametrize(("accumulation", "chunked"), [(2, False), (7, True)])
 def test_eval_loss_is_one_number(accumulation, chunked, tmp_path):
-    total, count = summed(tiny(torch.float64), [0, 2, 3, 4, 5, 6])
+    expected = own_loss(tiny(torch.float64), batch([0, 2, 3, 4, 5, 6])).item()
     recipe = Recipe(accumulation=accumulation, chunked_loss=chunked)
-    given = {"batch_size": 7 * accumulation, "eval_dataset": Rows(7, [1])}
+    given = {"batch_size": 7 * accumulation, "eval_dataset": rows(7, [1])}
     given["per_device_eval_batch_size"] = {2: 3, 7: 1}[accumulation]
     trainer, _ = trainer_of(tmp_path, recipe, **given)
-    assert trainer.evaluate()["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def as_trainer_wants_it(outputs, labels, num_items_in_batch=None):
@@ -150,56 +131,31 @@ def of_items(outputs, labels, num_items_in_batch):
     ],
 )
 def test_losses_of_ones_own_that_are_means_are_taken(given, tmp_path):
-    exact, rows = tiny(torch.float64), batch(range(4))
-    as_trainer_wants_it(exact(input_ids=rows["input_ids"]), rows["labels"]).backward()
+    exact, four = tiny(torch.float64), batch(range(4))
+    as_trainer_wants_it(exact(input_ids=four["input_ids"]), four["labels"]).backward()
     expected = gradient(exact)
-    given |= {"batch_size": 4, "train_dataset": Rows(4), "max_steps": 1}
+    given |= {"batch_size": 4, "train_dataset": rows(4), "max_steps": 1}
     trainer, look = trainer_of(tmp_path, Recipe(accumulation=4, optimizer="sgd"), **given)
     trainer.train()
     assert error(look.found, expected) <= 1e-5
 
 
-class Worse(type(tiny())):
-    """A loss that compares rows."""
-
-    def forward(self, input_ids=None, labels=None, **inputs):
-        out = super().forward(input_ids, labels=labels, **inputs)
-        out.loss = out.loss + self.more(out.logits)
-        return out
-
-    def more(self, logits):
-        return logits.std(0).mean()
-
-
-class Counts(Worse):
-    """Its loss grows with each forward."""
-
-    calls = 0
-
-    def more(self, logits):
-        self.calls += self.training
-        return self.calls / 100
-
-
 def in_two_processes(folder):
-    rank, model = dist.get_rank(), tiny(torch.float64)
+    model = tiny(torch.float64)
     ddp = DistributedDataParallel(model, static_graph=True)
     found = {
         "static graph": refusal(
             accumulate_gradients, [batch([0])], lambda m: next_token_loss(ddp, m), model=ddp
         )
     }
-    recipe = Recipe(accumulation=2, optimizer="sgd")
-    given = {"batch_size": 2, "train_dataset": Rows(7), "eval_dataset": Rows(7), "max_steps": 1}
-    trainer, look = trainer_of(Path(folder), replace(recipe, sharding="ddp"), **given)
+    recipe = Recipe(accumulation=2, optimizer="sgd", sharding="ddp")
+    given = {"batch_size": 2, "train_dataset": rows(7), "eval_dataset": rows(7), "max_steps": 1}
+    trainer, look = trainer_of(Path(folder), recipe, **given)
     trainer.train()
     assert type(trainer.model_wrapped) is DistributedDataParallel
     found["gradient"] = look.found
     found["eval_loss"] = trainer.evaluate()["eval_loss"]
-    for kind in (Worse, Counts):
-        trainer, _ = trainer_of(Path(folder), recipe, kind(tiny().config), **given)
-        found[kind.__name__] = refusal(trainer.train)
-    return rank, found
+    return found
 
 
 def test_in_two_processes(tmp_path):
@@ -212,10 +168,8 @@ def test_in_two_processes(tmp_path):
             strict=True,
         ):
             parameter -= RATE * step.view_as(parameter)
-        total, count = summed(model, range(7))
-    for _, found in run_ranks(in_two_processes, str(tmp_path)):
+        loss = own_loss(model, batch(range(7))).item()
+    for found in run_ranks(in_two_processes, str(tmp_path)):
         assert "without static_graph" in found["static graph"]
         assert error(found["gradient"], expected) <= 1e-5
-        assert found["eval_loss"] == pytest.approx((total / count).item(), rel=1e-5)
-        assert "is no mean over labels or rows" in found["Worse"]
-        assert "though no trained weight has" in found["Counts"]
+        assert found["eval_loss"] == pytest.approx(loss, rel=1e-5)
