@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 from support.nightly import ALL
+from support.operations import Operations
 from support.paths import ROOT
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -42,25 +42,20 @@ SENT = [
 ]
 
 
-class Sent(TorchDispatchMode):
+COLLECTIVES = ("c10d::broadcast_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+
+
+def sent_by(ran: Operations) -> int:
     """Bytes that broadcasts, gathers and scatters are of, but for a rotary embedding's few
     frequencies.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in (
-            "c10d::broadcast_",
-            "c10d::_allgather_base_",
-            "c10d::_reduce_scatter_base_",
-        ):
+    total = 0
+    for func, args, *_ in ran.seen:
+        if func.name() in COLLECTIVES:
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             nbytes = max(t.nbytes for t in tensors)  # of a gather or a scatter, the whole
-            self.nbytes += nbytes if nbytes > 1000 else 0
-        return func(*args, **(kwargs or {}))
+            total += nbytes * (nbytes > 1000)
+    return total
 
 
 def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
@@ -81,10 +76,10 @@ def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
     with undo:
         step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
         buckets.clear()
-        with Sent() as sent:
+        with Operations() as ran:
             step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
     # DDP's buckets are added up and cut, and gathered again.
-    return (2 * sum(buckets) + sent.nbytes) * (ranks - 1) / ranks
+    return (2 * sum(buckets) + sent_by(ran)) * (ranks - 1) / ranks
 
 
 def test_bytes_sent_are_those_of_real_ranks():

@@ -12,6 +12,7 @@ import torch
 import transformers
 from support.families import OLDER
 from support.nightly import each
+from support.oracle import nbytes
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
@@ -252,12 +253,6 @@ RESIDENTS = [
 ]
 
 
-def nbytes(tensors) -> int:
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
-
-
 @pytest.mark.parametrize("recipe", each(3, RESIDENTS), ids=describe)
 def test_resident_bytes_are_those_of_real_models(work, recipe):
     model, optimizer, undo = prepare(models.tiny_llama(**LLAMA), recipe)
@@ -277,19 +272,14 @@ def test_resident_bytes_are_those_of_real_models(work, recipe):
         states = []
         for each in optimizers:
             for p, state in each.state.items():
-                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
                 if p.numel() >= smallest:
-                    states += [tensor for tensor in tensors if tensor.dim()]
+                    states += [t for t in state.values() if torch.is_tensor(t) and t.dim()]
         assert nbytes(states) == pytest.approx(expected, rel=0, abs=1)
         slack = 0.01 if recipe.quantized_base else 0
         assert found["parameters"] == pytest.approx(nbytes(model.parameters()), rel=slack)
-        if not recipe.in_backward:
-            model(input_ids=ids, labels=ids).loss.backward()
-            assert found["gradients"] == nbytes(
-                p.grad for p in model.parameters() if p.grad is not None
-            )
-        else:
-            assert found["gradients"] == 0
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert found["gradients"] == nbytes(gradients)
 
 
 def test_what_lies_beside_the_live_bytes():

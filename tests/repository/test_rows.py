@@ -11,8 +11,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.operations import Operations
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradmem_lib import MemoryTracker
@@ -177,21 +177,6 @@ def test_a_row_keeps_master_weights_by_its_own_class(add, monkeypatch):
     assert type(make_optimizer(WEIGHTS, recipe, 0.1)).__name__ == "WithMaster"
 
 
-class Traffic(TorchDispatchMode):
-    """Counts how often operations read or write a tensor of ``numel`` numbers."""
-
-    def __init__(self, numel: int):
-        super().__init__()
-        self.numel, self.count = numel, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            for tensor in tree_leaves((args, kwargs, results)):
-                self.count += isinstance(tensor, torch.Tensor) and tensor.numel() == self.numel
-        return results
-
-
 def stepped_once(
     name: str, *sizes: tuple[int, ...]
 ) -> tuple[nn.ParameterList, torch.optim.Optimizer]:
@@ -213,9 +198,11 @@ def test_the_traffic_of_a_row_is_that_of_its_step(name):
             assert row.bytes_of_a_step(width) == pytest.approx(twice, rel=0.02)
         return
     weights, optimizer = stepped_once(name, (64, 64))
-    with Traffic(weights[0].numel()) as traffic:
+    with Operations() as ran:
         optimizer.step()
-    besides_weight_and_gradient = traffic.count - 3
+    touched = tree_leaves([rest for func, *rest in ran.seen if not func.is_view])
+    sizes = [leaf.numel() for leaf in touched if isinstance(leaf, torch.Tensor)]
+    besides_weight_and_gradient = sizes.count(weights[0].numel()) - 3
     assert row.bytes_of_a_step(4) == pytest.approx(4 * besides_weight_and_gradient, rel=0.06)
 
 
