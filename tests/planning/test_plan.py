@@ -8,7 +8,7 @@ from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, plan, predict, prepare, step
 from gradmem_lib.course import models
-from gradmem_lib.planning.search import Search
+from gradmem_lib.planning import search
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.question import CannotTrace
 
@@ -24,19 +24,6 @@ def small():
 @pytest.fixture(scope="module")
 def config():
     return small().config
-
-
-@pytest.fixture
-def asked(monkeypatch):
-    """The recipes that a search predicts, in a list that grows."""
-    recipes = []
-
-    def counted(*args, **options):
-        recipes.append(options["recipe"])
-        return predict(*args, **options)
-
-    monkeypatch.setattr("gradmem_lib.planning.search.predict", counted)
-    return recipes
 
 
 def needs(config, recipe, rows, seq_len) -> int:
@@ -95,14 +82,17 @@ def test_no_fit_names_the_closest_and_what_would_do(config):
     assert "Nothing fits" in str(made)
 
 
-def test_families_that_may_be_fastest_are_searched_first(config, asked, monkeypatch):
+def test_families_that_may_be_fastest_are_searched_first(config, spy, monkeypatch):
     """They rule out most of the others, which have the same first answer in any order."""
     question = {"card": "540 MiB", "seq_len": 128, "global_batch": 64}
+    asked = spy(search, "predict")
     best = plan(config, **question).best.recipe
-    predicted = len(asked)
-    monkeypatch.setattr(Search, "_least_seconds", lambda search, family: 0)  # as they are listed
+    predicted = asked.call_count
+    monkeypatch.setattr(
+        search.Search, "_least_seconds", lambda search, family: 0
+    )  # as they are listed
     assert plan(config, **question).best.recipe == best
-    assert predicted < 2 / 3 * (len(asked) - predicted)
+    assert predicted < 2 / 3 * (asked.call_count - predicted)
 
 
 def test_whatever_is_listed_for_a_card_was_replayed(config):
@@ -184,13 +174,14 @@ def test_lora_freezes_what_it_is_given_frozen_or_not():
     assert plan(model, **asked).best.needs == before
 
 
-def test_a_model_that_cannot_run_is_refused_after_two_predictions(asked):
+def test_a_model_that_cannot_run_is_refused_after_two_predictions(spy):
     """Three heads of keys cannot serve eight of queries."""
+    asked = spy(search, "predict")
     config = models.tiny_llama(layers=9, hidden=64, heads=8, intermediate=128, vocab=64).config
     config.num_key_value_heads = 3
     with pytest.raises(CannotTrace, match="Number of heads"):
         plan(config, card="1 GiB", seq_len=64, global_batch=4, method="any")
-    assert len(asked) == 2
+    assert asked.call_count == 2
 
 
 def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(
