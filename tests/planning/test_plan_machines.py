@@ -7,8 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import tiny_config
-from torch import nn
 from torch.distributed import init_device_mesh
 from transformers import LlamaForCausalLM
 
@@ -177,22 +175,3 @@ def test_a_plan_for_two_machines_says_how_to_start_it():
     assert "machines" not in str(one)
     assert (two.machines, two.network, one.machines, one.network) == (2, NETWORK, 1, None)
     assert two.best.micro_batch * two.best.recipe.accumulation == 2
-
-
-def test_a_batch_in_one_piece_is_asked_for_on_one_machine():
-    config = tiny_config("clip")
-    with pytest.raises(ValueError, match="give cards=1 and machines=1"):
-        plan(config, card="1 GiB", seq_len=8, global_batch=8, cards=2, machines=2)
-
-
-@pytest.mark.parametrize("several", [{}, {"cards": 2, "machines": 2}])
-def test_nothing_fits_a_module_whose_layers_have_no_known_parts(several):
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]
-    model = nn.Sequential(*layers, nn.Linear(32, 1))
-
-    def loss(module, batch):
-        return module(batch["input"]).square().mean()
-
-    batch = {"input": torch.randn(2, 32)}
-    asked = {"card": "1 KiB", "target": "cpu", "global_batch": 16, "batch": batch, "loss": loss}
-    assert "Nothing fits. Closest:" in str(plan(model, **asked, **several))
