@@ -235,18 +235,21 @@ def launched(starts: str, script: str, folder, monkeypatch) -> None:
 
 
 # Each program, and every night each command that starts it.
-STARTED = [("fsdp", "torchrun"), ("ddp", "run_ranks"), *product(("ddp", "fsdp"), PORTS)]
+STARTED = [("fsdp", "torchrun", 1), ("ddp", "run_ranks", 1), ("fsdp", "run_ranks", 2)]
+EVERY_START = [*STARTED, *product(("ddp", "fsdp"), PORTS, (1,))]
 
 
-@pytest.mark.parametrize("sharding, starts", STARTED if ALL else STARTED[:2])
-def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
-    sharding, starts, tmp_path, monkeypatch
+@pytest.mark.parametrize("sharding, starts, machines", EVERY_START if ALL else STARTED)
+def test_printed_code_on_two_cards_of_a_machine_steps_as_one_process_on_all_rows(
+    sharding, starts, machines, tmp_path, monkeypatch
 ):
+    ranks = 2 * machines
     config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=2)
-    text = plan_code(Option(recipe, 1, 0.0, 0, None, {}, cards=2), config, config, "cpu")
+    recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=4 // ranks)
+    option = Option(recipe, 1, 0.0, 0, None, {}, cards=2, machines=machines)
+    text = plan_code(option, config, config, "cpu")
     more = (
         ", max_steps=1, max_grad_norm=0, learning_rate=1.0, live=False, progress=False, "
         f"output_dir={str(tmp_path)!r}"
@@ -256,7 +259,7 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
     start = SCRIPT.format(folder=str(tmp_path))
     script = start + text.removesuffix("destroy_process_group()\n") + SAVE
     if starts == "run_ranks":
-        run_ranks(exec, script, {})
+        run_ranks(exec, script, {}, ranks=ranks)
     else:
         launched(starts, script, tmp_path, monkeypatch)
     space: dict = {}
@@ -264,8 +267,8 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
         exec(start, space)
         model = LlamaForCausalLM(space["config"]).train()
     model(input_ids=space["ids"], labels=space["ids"]).loss.backward()
-    for rank in "01":
-        found = torch.load(tmp_path / rank)
+    for rank in range(ranks):
+        found = torch.load(tmp_path / str(rank))
         for name, before in model.named_parameters():
             torch.testing.assert_close(
                 found[name], before.detach() - before.grad, rtol=1e-5, atol=1e-6, msg=name

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import init_device_mesh
-from transformers import LlamaForCausalLM
 
 from gradmem_lib import (
     CARDS,
@@ -39,9 +38,6 @@ HYBRID = [
 ]
 
 
-IDS = torch.arange(64).reshape(4, 16) * 7 % 96
-
-
 def rows_of(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     ids = torch.randint(0, SIZES["vocab"], (2, 16))
@@ -65,36 +61,11 @@ def peaks_here() -> list[int]:
     return peaks
 
 
-def config_of_code():
-    config = models.tiny_llama(**SIZES).config
-    config.architectures = ["LlamaForCausalLM"]
-    return config
-
-
-def trained_here() -> dict[str, torch.Tensor]:
-    """The weights after the printed code of two machines."""
-    config, recipe = config_of_code(), Recipe(optimizer="sgd", sharding="fsdp")
-    option = Option(recipe, 1, 0.0, 0, None, {}, cards=2, machines=2)
-    code = plan_code(option, config, config, "cpu").replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
-    torch.manual_seed(0)
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
-    space = {"config": config, "train_dataset": rows}
-    exec(code.removesuffix("destroy_process_group()\n"), space)
-    return {n: p.full_tensor().detach() for n, p in space["model"].named_parameters()}
-
-
-def test_two_machines_of_two_cards_need_and_train_what_one_machine_does():
+def test_two_machines_of_two_cards_need_what_one_machine_does():
     config = models.tiny_llama(**SIZES).config
     asked = {"batch_size": 2, "seq_len": 16, "ranks": 2, "target": "cpu"}
     predicted = [predict(config, recipe=recipe, **asked).peak.total for recipe in HYBRID]
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config_of_code()).train()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    for peaks, after in run_ranks(lambda: (peaks_here(), trained_here()), ranks=4):
-        assert peaks == predicted
-        for name, before in model.named_parameters():
-            expected = before.detach() - before.grad
-            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert run_ranks(peaks_here, ranks=4) == [predicted] * 4
 
 
 def test_what_machines_send_each_other_by_hand():
