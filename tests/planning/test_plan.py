@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from support.predicted import tiny
 from torch import nn
 
 from gradmem_lib import plan, predict
-from gradmem_lib.course import models
 from gradmem_lib.planning import search
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.question import CannotTrace
 
-SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
-
 
 def small():
-    model = models.tiny_llama(**SMALL)
+    model = tiny()
     model.config.max_position_embeddings = 256
     return model
 
@@ -120,7 +118,7 @@ def test_lora_freezes_what_it_is_given_frozen_or_not():
 def test_a_model_that_cannot_run_is_refused_after_two_predictions(spy):
     """Three heads of keys cannot serve eight of queries."""
     asked = spy(search, "predict")
-    config = models.tiny_llama(layers=9, hidden=64, heads=8, intermediate=128, vocab=64).config
+    config = tiny(layers=9, heads=8).config
     config.num_key_value_heads = 3
     with pytest.raises(CannotTrace, match="Number of heads"):
         plan(config, card="1 GiB", seq_len=64, global_batch=4, method="any")

@@ -18,12 +18,13 @@ import torch
 from support.nightly import ALL
 from support.operations import Operations
 from support.paths import ROOT
+from support.predicted import tiny
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradmem_lib import CARDS, Recipe, find_card, known_model, prepare, step
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.course import run_ranks
 from gradmem_lib.course.machine.run_ranks import loopback_only
 from gradmem_lib.planning.cost import seconds_per_token, sent_bytes
 from gradmem_lib.planning.held import resident_bytes
@@ -32,7 +33,6 @@ from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.view.plan_code import plan_code
 
-LLAMA = dict(layers=3, hidden=64, heads=4, intermediate=172, vocab=512)
 SENT = [
     Recipe(sharding="ddp", accumulation=2, precision="autocast-bf16", lora_rank=16),
     Recipe(sharding="zero1", precision="bf16", lora_rank=16),
@@ -58,10 +58,10 @@ def sent_by(ran: Operations) -> int:
     return total
 
 
-def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
+def sent_by_a_rank(recipe: Recipe, ranks: int) -> float:
     """Bytes that the second step sends around a ring of ``ranks``."""
     torch.manual_seed(0)
-    model, optimizer, undo = prepare(models.tiny_llama(**sizes), recipe)
+    model, optimizer, undo = prepare(tiny(layers=3), recipe)
     buckets = []
 
     def hook(state, bucket):
@@ -83,8 +83,8 @@ def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
 
 
 def test_bytes_sent_are_those_of_real_ranks():
-    work = count(models.tiny_llama(**LLAMA).config)
-    found = run_ranks(lambda: [sent_by_a_rank(recipe, LLAMA, 2) for recipe in SENT])[0]
+    work = count(tiny(layers=3).config)
+    found = run_ranks(lambda: [sent_by_a_rank(recipe, 2) for recipe in SENT])[0]
     assert found == [sent_bytes(work, recipe, 2) for recipe in SENT]
 
 
@@ -244,7 +244,7 @@ def test_printed_code_on_two_cards_of_a_machine_steps_as_one_process_on_all_rows
     sharding, starts, machines, tmp_path, monkeypatch
 ):
     ranks = 2 * machines
-    config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
+    config = tiny(layers=3, vocab=96).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=4 // ranks)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from support.predicted import tiny
 from torch.distributed import init_device_mesh
 
 from gradmem_lib import (
@@ -20,7 +21,7 @@ from gradmem_lib import (
     prepare,
     step,
 )
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.course import run_ranks
 from gradmem_lib.planning.cards import NETWORK
 from gradmem_lib.planning.cost import cost_per_token, sent_between_machines
 from gradmem_lib.planning.held import NCCL
@@ -29,7 +30,6 @@ from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.view.plan_code import launch, plan_code
 
-SIZES = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 128, "vocab": 256}
 HYBRID = [
     Recipe(optimizer="adamw", sharding="fsdp"),
     Recipe(optimizer="adamw", sharding="zero2", accumulation=2),
@@ -40,7 +40,7 @@ HYBRID = [
 
 def rows_of(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
-    ids = torch.randint(0, SIZES["vocab"], (2, 16))
+    ids = torch.randint(0, 512, (2, 16))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -50,19 +50,19 @@ def peaks_here() -> list[int]:
     peaks = []
     for recipe in HYBRID:
         torch.manual_seed(0)
-        model, optimizer, undo = prepare(models.tiny_llama(**SIZES), recipe, mesh=mesh)
+        model, optimizer, undo = prepare(tiny(), recipe, mesh=mesh)
         with undo, MemoryTracker(model, optimizer, live=False) as tracker:
             for _ in range(2):
                 step(model, optimizer, rows_of(dist.get_rank()), recipe)
         peaks.append(tracker.peak.total)
     for how in ("ddp", "zero1"):
         with pytest.raises(ValueError, match=f"has 2 dimensions, and sharding={how!r} takes 1"):
-            prepare(models.tiny_llama(**SIZES), Recipe(sharding=how), mesh=mesh)
+            prepare(tiny(), Recipe(sharding=how), mesh=mesh)
     return peaks
 
 
 def test_two_machines_of_two_cards_need_what_one_machine_does():
-    config = models.tiny_llama(**SIZES).config
+    config = tiny().config
     asked = {"batch_size": 2, "seq_len": 16, "ranks": 2, "target": "cpu"}
     predicted = [predict(config, recipe=recipe, **asked).peak.total for recipe in HYBRID]
     assert run_ranks(peaks_here, ranks=4) == [predicted] * 4
@@ -134,7 +134,7 @@ def test_the_printed_code_of_several_machines():
 
 
 def test_a_plan_for_two_machines_says_how_to_start_it():
-    config = models.tiny_llama(**SIZES).config
+    config = tiny().config
     asked = {"card": "1 GiB", "seq_len": 16, "global_batch": 8, "target": "cpu", "cards": 2}
     one, two = plan(config, **asked), plan(config, machines=2, **asked)
     for said in (

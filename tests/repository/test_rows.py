@@ -12,11 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 from support.operations import Operations
+from support.predicted import tiny
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from gradmem_lib import MemoryTracker
-from gradmem_lib.course.material import accounting, models
+from gradmem_lib.course.material import accounting
 from gradmem_lib.course.material.shapes import SHAPES
 from gradmem_lib.names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 from gradmem_lib.optimizers import Bytes, ClosedForm, OptimizerSpec
@@ -39,7 +40,6 @@ from gradmem_lib.training.step import step
 from gradmem_lib.training.trainer import make_trainer
 from gradmem_lib.training.trainer_arguments import arguments
 
-LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 CARD = CARDS["RTX 4090 24GB"]
 WIDE = Card("endless operations, one byte a second", 1, math.inf, math.inf, 1.0)
 
@@ -88,7 +88,7 @@ def add(monkeypatch):
 def test_a_row_is_built_and_costed_with_its_own_bytes(add, precision):
     add()
     recipe = Recipe(optimizer="one-moment", precision=precision)
-    model = models.tiny_llama(**LLAMA)
+    model = tiny()
     work = count(model.config)
     config = copy.deepcopy(model.config)
     made = prepare(model, recipe)
@@ -155,9 +155,7 @@ def test_a_row_allows_what_it_says(add):
 def test_a_trainer_takes_the_row(add, tmp_path):
     add()
     given = {"batch_size": 2, "output_dir": str(tmp_path), "max_steps": 1}
-    trainer = make_trainer(
-        models.tiny_llama(**LLAMA), Recipe(optimizer="one-moment"), **given, weight_decay=0.0
-    )
+    trainer = make_trainer(tiny(), Recipe(optimizer="one-moment"), **given, weight_decay=0.0)
     assert trainer.args.learning_rate == 3e-4
     made = trainer.create_optimizer()
     assert type(made) is OneMoment and "betas" not in made.param_groups[0]
@@ -257,22 +255,22 @@ def forged(**fields) -> Recipe:
     return recipe
 
 
-WORK = count(models.tiny_llama(**LLAMA).config)
+WORK = count(tiny().config)
 WEIGHTS = [nn.Parameter(torch.ones(3))]
 
 
 def checkpointed(recipe: Recipe) -> None:
-    set_checkpointing(models.tiny_llama(**LLAMA), recipe, ExitStack())
+    set_checkpointing(tiny(), recipe, ExitStack())
 
 
 ASKED = {
     "made": lambda r: make_optimizer(WEIGHTS, r, 0.1),
-    "prepared": lambda r: prepare(models.tiny_llama(**LLAMA), r),
+    "prepared": lambda r: prepare(tiny(), r),
     "for Trainer": lambda r: arguments(r, 2),
     "bytes": lambda r: resident_bytes(WORK, r, 2),
     "time": lambda r: seconds_per_token(WORK, r, CARD, 1, 8, cards=2),
     "kept": lambda r: saved_bytes_per_token(WORK, r),
-    "changed": lambda r: change_model(models.tiny_llama(**LLAMA), r),
+    "changed": lambda r: change_model(tiny(), r),
     "checkpointed": checkpointed,
     "in a plan": changes,
 }

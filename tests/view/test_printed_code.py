@@ -12,10 +12,10 @@ import torch
 import transformers
 from support.families import OLDER, PICTURES, tiny_config
 from support.nightly import each
+from support.predicted import tiny
 from torch.utils.data import Dataset
 from transformers import AutoConfig, TrainerCallback
 
-from gradmem_lib.course.material import models
 from gradmem_lib.model.known import known_model
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.options import Option
@@ -212,10 +212,6 @@ def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
             )
 
 
-def small() -> torch.nn.Module:
-    return models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
-
-
 BF16 = Recipe(precision="bf16", optimizer="adamw-fused")
 LLAMA, BOTH = "LlamaForCausalLM", replace(BF16, checkpointing="first-1")
 
@@ -367,28 +363,28 @@ def loaded_by(text: str):
 
 
 def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
-    recipe, config, start = Recipe(), small().config, "from transformers import LlamaForCausalLM\n"
+    recipe, config, start = Recipe(), tiny().config, "from transformers import LlamaForCausalLM\n"
     if os.name != "nt":  # where such a name is no file's
         tmp_path /= 'a "b"\\new ü'
     whole, sizes = tmp_path / "whole", tmp_path / "sizes"
-    small().save_pretrained(whole)
+    tiny().save_pretrained(whole)
     config.save_pretrained(sizes)
     for given in (str(whole), whole, whole / "config.json"):
         text = text_of(given, config, recipe, "cpu")
         assert text.startswith(start) and "model = LlamaForCausalLM.from_pretrained(" in text
-        assert loaded_by(text).state_dict().keys() == small().state_dict().keys()
+        assert loaded_by(text).state_dict().keys() == tiny().state_dict().keys()
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
     assert text_of(whole, config, recipe, "cpu") == text
     for given in (sizes, sizes / "config.json"):
         text = text_of(given, config, recipe, "cpu")
         assert "config = AutoConfig.from_pretrained(" in text
         assert "\nmodel = LlamaForCausalLM(config)\n" in text
-        assert loaded_by(text).num_parameters() == small().num_parameters()
+        assert loaded_by(text).num_parameters() == tiny().num_parameters()
     text = text_of("tiny llama", config, recipe, "cpu")
     assert 'config = known_model("tiny Llama")[1]' in text and loaded_by(text)
     chat = text_of("Qwen/Qwen2.5-7B-Instruct", known_model("Qwen2.5-7B")[1], recipe, "cpu")
     assert 'Qwen2ForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")' in chat
     quoted = text_of("me/'mine\\x\"", config, recipe, "cpu")
     assert 'from_pretrained("me/\'mine\\\\x\\"")' in quoted
-    text = text_of(small(), config, recipe, "cpu")
+    text = text_of(tiny(), config, recipe, "cpu")
     assert "model =" not in text and "from_pretrained" not in text and "transformers" not in text
