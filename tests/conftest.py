@@ -6,6 +6,7 @@ import importlib.util
 import os
 import signal
 import sys
+from unittest.mock import Mock
 
 import cloudpickle
 import pytest
@@ -60,6 +61,18 @@ def few_names(request, monkeypatch):
     monkeypatch.setattr(paths, "NOT_INTO", (*paths.NOT_INTO, *OF_THE_TEST_RUN))
     if request.path.parent.name == "measure":
         monkeypatch.setattr(meter.Meter, "seconds_for_walks", 999)
+
+
+@pytest.fixture
+def spy(monkeypatch):
+    """``spy(module, name)``: the function works as before, and a mock knows its calls."""
+
+    def on(module, name: str) -> Mock:
+        known = Mock(wraps=getattr(module, name))
+        monkeypatch.setattr(module, name, known)
+        return known
+
+    return on
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
 
+import nbformat
 import pytest
 from support.paths import ROOT
 
@@ -42,6 +43,13 @@ SETTINGS = {
     # Every cell stays in the page, also those out of sight.
     "@jupyterlab/notebook-extension/tracker": {"windowingMode": "none"},
 }
+
+
+def notebook_of(*sources: str):
+    """A notebook of code cells, for the Python that runs the tests."""
+    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
+    cells = [nbformat.v4.new_code_cell(source.strip()) for source in sources]
+    return nbformat.v4.new_notebook(cells=cells, metadata=kernel)
 
 
 def missing_browser() -> None:
@@ -357,18 +365,20 @@ def shot(notebook: Notebook, name: str) -> None:
         notebook.page.screenshot(path=str(Path(folder) / f"{name}.png"))
 
 
-def assert_explorer_reacts(notebook: Notebook) -> None:
+def assert_explorer_reacts(notebook: Notebook, to: str = "micro-batch") -> None:
+    """Its first slider, which has that name, changes the picture and its words."""
     picture = notebook.panel.locator(".gm-explorer")
     picture.first.wait_for()
     handle = notebook.panel.locator(".jupyter-widgets:has(.gm-explorer) [role=slider]").first
-    before = picture.locator(".gm-verdict").inner_text(), picture.locator("svg").inner_html()
+    words, drawn = picture.locator(".gm-verdict"), picture.locator("svg").first
+    before = words.inner_text(), drawn.inner_html()
     handle.focus()
     notebook.page.keyboard.press("ArrowRight")
     notebook.page.wait_for_function(
         "(before) => document.querySelector('.gm-verdict').textContent !== before", arg=before[0]
     )
-    assert picture.locator("svg").inner_html() != before[1]
-    assert handle.get_attribute("aria-label") == "micro-batch"
+    assert drawn.inner_html() != before[1]
+    assert handle.get_attribute("aria-label") == to
 
 
 def assert_explored(page, picture) -> None:

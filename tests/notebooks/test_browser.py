@@ -9,7 +9,7 @@ import json
 import nbformat
 import pytest
 import torch
-from notebooks.browser import Lab, Notebook, assert_explorer_reacts, shot
+from notebooks.browser import Lab, Notebook, assert_explorer_reacts, notebook_of, shot
 from support.nightly import each
 
 from gradmem_lib import MemoryTracker
@@ -118,16 +118,8 @@ NOTEBOOKS = {
 def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("notebooks")
     for name, cells in NOTEBOOKS.items():
-        kernel = {
-            "kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}
-        }
-        notebook = nbformat.v4.new_notebook(
-            cells=[
-                nbformat.v4.new_markdown_cell("# A heading"),
-                *(nbformat.v4.new_code_cell(source.strip()) for source in cells),
-            ],
-            metadata=kernel,
-        )
+        notebook = notebook_of(*cells)
+        notebook.cells.insert(0, nbformat.v4.new_markdown_cell("# A heading"))
         nbformat.write(notebook, folder / name)
     with Lab(folder) as running:
         yield running
@@ -398,19 +390,7 @@ def test_schedule_explorer_reacts_to_the_keyboard(browser, lab):
     with Notebook(browser, lab, "schedule.ipynb", scale=1.5) as notebook:
         notebook.theme("JupyterLab Light")
         notebook.run_all()
-        picture = notebook.panel.locator(".gm-explorer")
-        picture.first.wait_for()
-        summary = picture.locator(".gm-verdict").inner_text()
-        grid = picture.locator("svg").first.inner_html()
-        handle = notebook.panel.locator(".jupyter-widgets:has(.gm-explorer) [role=slider]").first
-        assert handle.get_attribute("aria-label") == "segment"
-        handle.focus()
-        notebook.page.keyboard.press("ArrowRight")
-        notebook.page.wait_for_function(
-            "(before) => document.querySelector('.gm-explorer .gm-verdict').textContent !== before",
-            arg=summary,
-        )
-        assert picture.locator("svg").first.inner_html() != grid
+        assert_explorer_reacts(notebook, to="segment")
         shot(notebook, "schedule_light")
         notebook.theme("JupyterLab Dark")
         shot(notebook, "schedule_dark")

@@ -67,23 +67,20 @@ def notebook(root: Path, folder: str, name: str = "01_first"):
     return nbformat.read(root / folder / f"{name}.ipynb", as_version=nbformat.NO_CONVERT)
 
 
-def fake_run(root: Path, name: str = "01_first", **changes) -> None:
-    """Store an executed solution without the seconds that a kernel takes; ``changes`` go into its
-    last cell.
-    """
-    executed = builder.read_source(root / "solutions" / f"{name}.py")
-    for count, cell in enumerate([c for c in executed.cells if c.cell_type == "code"], 1):
-        cell.execution_count = count
-    executed.cells[-1].update(changes)
-    (root / "solutions" / f"{name}.ipynb").write_text(builder.to_text(executed))
+def refused(root: Path, capfd, *arguments: str) -> str:
+    """What the builder printed, which found something wrong."""
+    code, printed = run(root, capfd, *arguments)
+    assert code == 1
+    return printed
 
 
 def run_here(notebook, folder: Path):
     """What ``builder.execute`` does, without a kernel."""
+    space = {}
     for count, cell in enumerate([c for c in notebook.cells if c.cell_type == "code"], 1):
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(cell.source, {})
+            exec(cell.source, space)
         cell.execution_count = count
         cell.outputs = [nbformat.v4.new_output("stream", name="stdout", text=printed.getvalue())]
     return builder.normalise(notebook, keep_outputs=True)
@@ -157,10 +154,9 @@ def test_figures_in_prose_are_what_the_cells_have_left(course, capfd):
     assert "running" not in run(root, capfd)[1]
     path = root / "lessons" / "01_first.ipynb"
     path.write_text(path.read_text().replace("and 42;", "and 43;"))
-    assert run(root, capfd, "--check")[0] == 1
+    refused(root, capfd, "--check")
     course(f"{SOURCE}\n# %% [markdown]\n{prose.replace('guess >', 'guess <')}")
-    code, printed = run(root, capfd)
-    assert code == 1 and "AssertionError" in printed
+    assert "AssertionError" in refused(root, capfd)
 
 
 def test_building_runs_the_solution_and_stores_its_outputs(course, capfd, monkeypatch):
@@ -342,9 +338,7 @@ BROKEN = {
 def test_a_broken_source_is_named_with_its_cell_and_line(course, capfd, kind, mode):
     text, message = BROKEN[kind]
     root = course("# %%\n" + text)
-    code, printed = run(root, capfd, *mode)
-    assert code == 1
-    assert message in printed
+    assert message in refused(root, capfd, *mode)
     assert not (root / "lessons").exists(), "nothing is written from a broken source"
 
 
@@ -365,8 +359,7 @@ def test_a_solution_that_raises_is_reported_and_not_stored(course, capfd):
         'tags=["raises-exception"]\n1 / 0\n'
     )
     root = course(text)
-    code, printed = run(root, capfd)
-    assert code == 1
+    printed = refused(root, capfd)
     assert "solutions/01_first.ipynb, cell 1: raised ZeroDivisionError: division by zero" in printed
     assert "solutions/01_first.ipynb, cell 3: raised KeyError: 'second'" in printed
     assert "cell 4" not in printed, "an error that the source announces is none"
@@ -377,10 +370,14 @@ def test_a_solution_that_raises_is_reported_and_not_stored(course, capfd):
 
 
 @pytest.fixture
-def built(course, capfd):
+def without_a_kernel(monkeypatch):
+    monkeypatch.setattr(builder, "execute", run_here)
+
+
+@pytest.fixture
+def built(course, capfd, without_a_kernel):
     root = course()
-    run(root, capfd, "--lessons-only")
-    fake_run(root)
+    assert run(root, capfd)[0] == 0
     assert run(root, capfd, "--check")[0] == 0
     return root
 
@@ -414,53 +411,43 @@ def test_check_fails_on_any_drift(built, capfd, kind):
         (built / name).write_text(now)
     else:
         (built / name).unlink()
-    code, printed = run(built, capfd, "--check")
-    assert code == 1
+    printed = refused(built, capfd, "--check")
     folder = "lessons" if kind.startswith("lesson") else "solutions"
     assert f"{folder}/01_first.ipynb: out of step with its source; run `make notebooks`" in printed
 
 
+def outputs_of(root: Path) -> list:
+    return [cell.get("outputs") for cell in notebook(root, "solutions").cells if "outputs" in cell]
+
+
 def test_other_prose_is_stored_without_a_run(built, capfd):
-    output = {"name": "stdout", "output_type": "stream", "text": ["42\n"]}
-    edit(built / "solutions/01_first.ipynb", lambda nb: nb["cells"][-1].update(outputs=[output]))
-    assert run(built, capfd, "--check")[0] == 0
-    before = (built / "solutions/01_first.ipynb").read_text()
+    before = outputs_of(built)
     (built / "solutions/01_first.py").write_text(
         SOURCE.replace("# # A lesson", "# # Another\n\n# %% [markdown]\n# New.")
     )
-    assert run(built, capfd, "--check")[0] == 1
+    refused(built, capfd, "--check")
     code, printed = run(built, capfd)
     assert (code, "running" in printed) == (0, False)
     assert run(built, capfd, "--check")[0] == 0
     now = (built / "solutions/01_first.ipynb").read_text()
     assert "Another" in now and "A lesson" not in now and "New." in now
-    outputs = [
-        [c["outputs"] for c in json.loads(text)["cells"] if c["cell_type"] == "code"]
-        for text in (before, now)
-    ]
-    assert outputs[0] == outputs[1] and any(outputs[0])
+    assert outputs_of(built) == before and any(before)
 
 
 def test_check_fails_on_a_cell_that_was_not_executed(built, capfd):
-    fake_run(built, execution_count=None)
-    code, printed = run(built, capfd, "--check")
-    assert code == 1
-    assert "solutions/01_first.ipynb, cell 5: never executed" in printed
+    edit(built / SOLUTION, lambda nb: nb["cells"][-1].update(execution_count=None))
+    said = "solutions/01_first.ipynb, cell 5: never executed"
+    assert said in refused(built, capfd, "--check")
 
 
 @pytest.mark.parametrize("folder", ["solutions", "lessons"])
 def test_a_notebook_without_a_source_is_an_orphan(built, capfd, folder):
     (built / folder / "09_gone.ipynb").write_text("{}")
-    code, printed = run(built, capfd, "--check")
-    assert code == 1
-    assert (
-        f"{folder}/09_gone.ipynb: no solutions/09_gone.py makes it; delete it or add that"
-        in printed
-    )
+    said = f"{folder}/09_gone.ipynb: no solutions/09_gone.py makes it; delete it or add that"
+    assert said in refused(built, capfd, "--check")
 
 
-def test_a_picture_shows_what_a_later_lesson_has_printed_only_now(course, capfd, monkeypatch):
-    monkeypatch.setattr(builder, "execute", run_here)
+def test_a_picture_shows_what_a_later_lesson_has_printed_only_now(course, capfd, without_a_kernel):
     for name, peak in (("01_first", 5), ("02_second", 3)):
         text = f"""\
 # %% [markdown]

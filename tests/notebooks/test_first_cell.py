@@ -41,24 +41,26 @@ def test_it_does_nothing_where_the_course_is_installed(calls, monkeypatch):
     assert calls == [] and set(there) == {"__name__", "__builtins__", "importlib"}
 
 
-def test_a_wheel_beside_the_notebook_is_installed_the_newest_of_several_and_then_the_model(calls):
-    for version in ("0.1.0", "0.10.0", "0.9.2", "0.10.0rc1"):  # as text, 0.9.2 is the largest
-        Path(f"gradmem-{version}-py3-none-any.whl").touch()
+# As text, 0.9.2 is the largest of these.
+WHEELS = [f"gradmem-{v}-py3-none-any.whl" for v in ("0.1.0", "0.10.0", "0.9.2", "0.10.0rc1")]
+# What is there, what is named, and what is installed: the named source, the newest wheel.
+SOURCES = [
+    (WHEELS, None, "gradmem-0.10.0-py3-none-any.whl[course]"),
+    (["../gradmem_lib"], None, "..[course]"),
+    (WHEELS, "git+file:///course", "gradmem[course] @ git+file:///course"),
+]
+
+
+@pytest.mark.parametrize(("there", "named", "installed"), SOURCES)
+def test_the_course_is_installed_from_what_is_there_and_then_the_model(
+    calls, monkeypatch, there, named, installed
+):
+    for name in there:
+        Path(name).mkdir()
+    if named:
+        monkeypatch.setenv("GRADMEM_SOURCE", named)
     exec(CELL, {})
-    assert calls == [[*PIP, "gradmem-0.10.0-py3-none-any.whl[course]"], MODEL]
-
-
-def test_in_a_checkout_the_checkout_is_installed(calls):
-    Path("../gradmem_lib").mkdir()
-    exec(CELL, {})
-    assert calls == [[*PIP, "..[course]"], MODEL]
-
-
-def test_what_is_named_comes_before_what_is_found(calls, monkeypatch):
-    Path("gradmem-0.1.0-py3-none-any.whl").touch()
-    monkeypatch.setenv("GRADMEM_SOURCE", "git+file:///course")
-    exec(CELL, {})
-    assert calls == [[*PIP, "gradmem[course] @ git+file:///course"], MODEL]
+    assert calls == [[*PIP, installed], MODEL]
 
 
 def test_where_nothing_is_found_nothing_is_guessed(calls):

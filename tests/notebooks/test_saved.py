@@ -10,7 +10,7 @@ import sys
 
 import nbformat
 import pytest
-from notebooks.browser import Lab, Notebook, assert_explored, chromium, shot
+from notebooks.browser import Lab, Notebook, assert_explored, chromium, notebook_of, shot
 from support.paths import ROOT
 
 CELLS = [
@@ -49,10 +49,7 @@ def saved(tmp_path_factory):
     from nbclient import NotebookClient
 
     folder = tmp_path_factory.mktemp("saved")
-    kernel = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source.strip()) for source in CELLS], metadata=kernel
-    )
+    notebook = notebook_of(*CELLS)
     own = {
         "PYTHONPATH": str(ROOT),
         "GRADMEM_LIVE": "1",

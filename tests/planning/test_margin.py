@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.predicted import tiny
 
 from gradmem_lib import plan
-from gradmem_lib.course import models
 from gradmem_lib.course.ledger import published
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.margin import MARGIN, MARGIN_OF_SEVERAL_CARDS, check_margin
@@ -20,7 +20,7 @@ ASKED = {"seq_len": 64, "global_batch": 2, "method": "qlora", "target": "cuda"}
 
 @pytest.fixture(scope="module")
 def config():
-    return models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=128, vocab=256).config
+    return tiny().config
 
 
 @pytest.fixture(scope="module")

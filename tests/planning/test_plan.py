@@ -1,22 +1,19 @@
-"""The plan: what it recommends fits, and what it refuses does not."""
+"""The plan: in which order it asks, what it lists for a card, and what it refuses."""
 
 from __future__ import annotations
 
 import pytest
-import torch
+from support.predicted import tiny
 from torch import nn
 
-from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, plan, predict, prepare, step
-from gradmem_lib.course import models
-from gradmem_lib.planning.search import Search
+from gradmem_lib import plan, predict
+from gradmem_lib.planning import search
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.question import CannotTrace
 
-SMALL = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
-
 
 def small():
-    model = models.tiny_llama(**SMALL)
+    model = tiny()
     model.config.max_position_embeddings = 256
     return model
 
@@ -26,83 +23,17 @@ def config():
     return small().config
 
 
-@pytest.fixture
-def asked(monkeypatch):
-    """The recipes that a search predicts, in a list that grows."""
-    recipes = []
-
-    def counted(*args, **options):
-        recipes.append(options["recipe"])
-        return predict(*args, **options)
-
-    monkeypatch.setattr("gradmem_lib.planning.search.predict", counted)
-    return recipes
-
-
-def needs(config, recipe, rows, seq_len) -> int:
-    """Predicted anew, by the whole trace."""
-    return predict(
-        config, batch_size=rows, seq_len=seq_len, recipe=recipe, target="cpu", full=True
-    ).peak.total
-
-
-def track(recipe, seq_len, rows, budget):
-    """Two real steps, the second under the budget."""
-    with torch.random.fork_rng():
-        model, optimizer, undo = prepare(small(), recipe)
-        ids = torch.randint(0, 512, (rows, seq_len))
-        batch = {"input_ids": ids, "labels": ids}
-        step(model, optimizer, batch, recipe)
-        try:
-            with MemoryTracker(model, optimizer, budget=budget, live=False) as tracker:
-                step(model, optimizer, batch, recipe)
-        finally:
-            undo.close()
-    return tracker
-
-
-@pytest.fixture(scope="module")
-def tight(config):
-    """A card on which QLoRA has to give something up."""
-    plain = Recipe(precision="bf16", lora_rank=16, quantized_base=True, optimizer="adamw-fused")
-    whole = needs(config, plain, 4, 128)
-    return plan(config, card=whole // 2, seq_len=128, global_batch=4, method="qlora", target="cpu")
-
-
-def test_best_fits_and_next_faster_does_not_predicted_independently(config, tight):
-    best, faster = tight.best, tight.next_faster
-    assert best.recipe.accumulation * best.micro_batch == 4
-    assert best.needs == needs(config, best.recipe, 4, 128) <= tight.card.nbytes
-    assert faster.seconds < best.seconds
-    assert faster.needs == needs(config, faster.recipe, 4, 128) > tight.card.nbytes
-    assert best.spare == tight.card.nbytes - best.needs
-    assert tight.best is tight.fits[0] and tight.closest is tight.best
-
-
-def test_best_runs_under_the_card_and_the_refused_one_exceeds_it(tight):
-    tracker = track(tight.best.recipe, 128, 4, tight.card.nbytes)
-    assert tracker.peak.total == tight.best.needs
-    with pytest.raises(BudgetExceeded):
-        track(tight.next_faster.recipe, 128, 4, tight.card.nbytes)
-
-
-def test_no_fit_names_the_closest_and_what_would_do(config):
-    made = plan(config, card="400 KB", seq_len=128, global_batch=4, method="full", target="cpu")
-    assert made.best is None and not made.fits and made.code == ""
-    assert made.closest.needs > 400_000
-    assert made.ruled_out and "alone" in made.ruled_out[0].why
-    assert any("RTX 2060" in line for line in made.advice)
-    assert "Nothing fits" in str(made)
-
-
-def test_families_that_may_be_fastest_are_searched_first(config, asked, monkeypatch):
+def test_families_that_may_be_fastest_are_searched_first(config, spy, monkeypatch):
     """They rule out most of the others, which have the same first answer in any order."""
     question = {"card": "540 MiB", "seq_len": 128, "global_batch": 64}
+    asked = spy(search, "predict")
     best = plan(config, **question).best.recipe
-    predicted = len(asked)
-    monkeypatch.setattr(Search, "_least_seconds", lambda search, family: 0)  # as they are listed
+    predicted = asked.call_count
+    monkeypatch.setattr(
+        search.Search, "_least_seconds", lambda search, family: 0
+    )  # as they are listed
     assert plan(config, **question).best.recipe == best
-    assert predicted < 2 / 3 * (len(asked) - predicted)
+    assert predicted < 2 / 3 * (asked.call_count - predicted)
 
 
 def test_whatever_is_listed_for_a_card_was_replayed(config):
@@ -184,13 +115,14 @@ def test_lora_freezes_what_it_is_given_frozen_or_not():
     assert plan(model, **asked).best.needs == before
 
 
-def test_a_model_that_cannot_run_is_refused_after_two_predictions(asked):
+def test_a_model_that_cannot_run_is_refused_after_two_predictions(spy):
     """Three heads of keys cannot serve eight of queries."""
-    config = models.tiny_llama(layers=9, hidden=64, heads=8, intermediate=128, vocab=64).config
+    asked = spy(search, "predict")
+    config = tiny(layers=9, heads=8).config
     config.num_key_value_heads = 3
     with pytest.raises(CannotTrace, match="Number of heads"):
         plan(config, card="1 GiB", seq_len=64, global_batch=4, method="any")
-    assert len(asked) == 2
+    assert asked.call_count == 2
 
 
 def test_a_family_that_cannot_be_predicted_is_ruled_out_and_the_others_are_tried(

@@ -16,14 +16,15 @@ from pathlib import Path
 import pytest
 import torch
 from support.nightly import ALL
+from support.operations import Operations
 from support.paths import ROOT
+from support.predicted import tiny
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradmem_lib import CARDS, Recipe, find_card, known_model, prepare, step
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.course import run_ranks
 from gradmem_lib.course.machine.run_ranks import loopback_only
 from gradmem_lib.planning.cost import seconds_per_token, sent_bytes
 from gradmem_lib.planning.held import resident_bytes
@@ -32,7 +33,6 @@ from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.view.plan_code import plan_code
 
-LLAMA = dict(layers=3, hidden=64, heads=4, intermediate=172, vocab=512)
 SENT = [
     Recipe(sharding="ddp", accumulation=2, precision="autocast-bf16", lora_rank=16),
     Recipe(sharding="zero1", precision="bf16", lora_rank=16),
@@ -42,31 +42,26 @@ SENT = [
 ]
 
 
-class Sent(TorchDispatchMode):
+COLLECTIVES = ("c10d::broadcast_", "c10d::_allgather_base_", "c10d::_reduce_scatter_base_")
+
+
+def sent_by(ran: Operations) -> int:
     """Bytes that broadcasts, gathers and scatters are of, but for a rotary embedding's few
     frequencies.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.nbytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.name() in (
-            "c10d::broadcast_",
-            "c10d::_allgather_base_",
-            "c10d::_reduce_scatter_base_",
-        ):
+    total = 0
+    for func, args, *_ in ran.seen:
+        if func.name() in COLLECTIVES:
             tensors = [t for t in tree_leaves(args) if isinstance(t, Tensor)]
             nbytes = max(t.nbytes for t in tensors)  # of a gather or a scatter, the whole
-            self.nbytes += nbytes if nbytes > 1000 else 0
-        return func(*args, **(kwargs or {}))
+            total += nbytes * (nbytes > 1000)
+    return total
 
 
-def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
+def sent_by_a_rank(recipe: Recipe, ranks: int) -> float:
     """Bytes that the second step sends around a ring of ``ranks``."""
     torch.manual_seed(0)
-    model, optimizer, undo = prepare(models.tiny_llama(**sizes), recipe)
+    model, optimizer, undo = prepare(tiny(layers=3), recipe)
     buckets = []
 
     def hook(state, bucket):
@@ -81,15 +76,15 @@ def sent_by_a_rank(recipe: Recipe, sizes: dict, ranks: int) -> float:
     with undo:
         step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
         buckets.clear()
-        with Sent() as sent:
+        with Operations() as ran:
             step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
     # DDP's buckets are added up and cut, and gathered again.
-    return (2 * sum(buckets) + sent.nbytes) * (ranks - 1) / ranks
+    return (2 * sum(buckets) + sent_by(ran)) * (ranks - 1) / ranks
 
 
 def test_bytes_sent_are_those_of_real_ranks():
-    work = count(models.tiny_llama(**LLAMA).config)
-    found = run_ranks(lambda: [sent_by_a_rank(recipe, LLAMA, 2) for recipe in SENT])[0]
+    work = count(tiny(layers=3).config)
+    found = run_ranks(lambda: [sent_by_a_rank(recipe, 2) for recipe in SENT])[0]
     assert found == [sent_bytes(work, recipe, 2) for recipe in SENT]
 
 
@@ -240,18 +235,21 @@ def launched(starts: str, script: str, folder, monkeypatch) -> None:
 
 
 # Each program, and every night each command that starts it.
-STARTED = [("fsdp", "torchrun"), ("ddp", "run_ranks"), *product(("ddp", "fsdp"), PORTS)]
+STARTED = [("fsdp", "torchrun", 1), ("ddp", "run_ranks", 1), ("fsdp", "run_ranks", 2)]
+EVERY_START = [*STARTED, *product(("ddp", "fsdp"), PORTS, (1,))]
 
 
-@pytest.mark.parametrize("sharding, starts", STARTED if ALL else STARTED[:2])
-def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
-    sharding, starts, tmp_path, monkeypatch
+@pytest.mark.parametrize("sharding, starts, machines", EVERY_START if ALL else STARTED)
+def test_printed_code_on_two_cards_of_a_machine_steps_as_one_process_on_all_rows(
+    sharding, starts, machines, tmp_path, monkeypatch
 ):
-    config = models.tiny_llama(**LLAMA | {"vocab": 96}).config
+    ranks = 2 * machines
+    config = tiny(layers=3, vocab=96).config
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
-    recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=2)
-    text = plan_code(Option(recipe, 1, 0.0, 0, None, {}, cards=2), config, config, "cpu")
+    recipe = Recipe(optimizer="sgd", sharding=sharding, accumulation=4 // ranks)
+    option = Option(recipe, 1, 0.0, 0, None, {}, cards=2, machines=machines)
+    text = plan_code(option, config, config, "cpu")
     more = (
         ", max_steps=1, max_grad_norm=0, learning_rate=1.0, live=False, progress=False, "
         f"output_dir={str(tmp_path)!r}"
@@ -261,7 +259,7 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
     start = SCRIPT.format(folder=str(tmp_path))
     script = start + text.removesuffix("destroy_process_group()\n") + SAVE
     if starts == "run_ranks":
-        run_ranks(exec, script, {})
+        run_ranks(exec, script, {}, ranks=ranks)
     else:
         launched(starts, script, tmp_path, monkeypatch)
     space: dict = {}
@@ -269,8 +267,8 @@ def test_printed_code_on_two_ranks_steps_as_one_process_on_all_rows(
         exec(start, space)
         model = LlamaForCausalLM(space["config"]).train()
     model(input_ids=space["ids"], labels=space["ids"]).loss.backward()
-    for rank in "01":
-        found = torch.load(tmp_path / rank)
+    for rank in range(ranks):
+        found = torch.load(tmp_path / str(rank))
         for name, before in model.named_parameters():
             torch.testing.assert_close(
                 found[name], before.detach() - before.grad, rtol=1e-5, atol=1e-6, msg=name

@@ -12,11 +12,12 @@ import torch
 import transformers
 from support.families import OLDER
 from support.nightly import each
+from support.oracle import nbytes
+from support.predicted import tiny
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, BertForMaskedLM, MixtralForCausalLM
 
 from gradmem_lib import CARDS, Recipe, known_model, predict, prepare, step
-from gradmem_lib.course import models
 from gradmem_lib.optimizers import OPTIMIZERS
 from gradmem_lib.planning.cards import Card
 from gradmem_lib.planning.cost import seconds_per_token
@@ -25,7 +26,6 @@ from gradmem_lib.planning.options import describe
 from gradmem_lib.planning.recomputed import recompute_fraction
 from gradmem_lib.planning.work import Work, count
 
-LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 FAST = Card("one operation a second, endless bandwidth", 1, 2.0, 2.0, math.inf)
 WIDE = Card("endless operations, one byte a second", 1, math.inf, math.inf, 1.0)
 RTX_4090 = CARDS["RTX 4090 24GB"]
@@ -33,7 +33,7 @@ RTX_4090 = CARDS["RTX 4090 24GB"]
 
 @pytest.fixture(scope="module")
 def work() -> Work:
-    return count(models.tiny_llama(**LLAMA).config)
+    return count(tiny().config)
 
 
 def test_sizes_of_llama_2_7b_by_hand():
@@ -114,17 +114,21 @@ def test_what_is_moved_crosses_the_bus_away_and_back():
     assert said == seconds_per_token(work, moving, *sizes)
 
 
+def counted_by_torch(model, ids) -> int:
+    with FlopCounterMode(display=False) as flops:
+        model(input_ids=ids, labels=ids).loss.backward()
+    return flops.get_total_flops()
+
+
 def test_operations_are_those_that_torch_counts_also_when_layers_run_twice_or_weights_are_frozen():
     # torch counts whole matrices of scores, also where half of them is masked.
-    whole = count(models.tiny_llama(**LLAMA).config)
+    whole = count(tiny().config)
     whole.sized.causal = False
 
     def counted(recipe):
-        model, _, undo = prepare(models.tiny_llama(**LLAMA, attention="eager"), recipe)
-        ids = torch.randint(0, 512, (2, 64))
-        with undo, FlopCounterMode(display=False) as flops:
-            model(input_ids=ids, labels=ids).loss.backward()
-        return flops.get_total_flops()
+        model, _, undo = prepare(tiny(attention="eager"), recipe)
+        with undo:
+            return counted_by_torch(model, torch.randint(0, 512, (2, 64)))
 
     def estimated(recipe):
         return seconds_per_token(whole, recipe, FAST, 2, 64) * 2 * 64
@@ -159,14 +163,12 @@ def test_operations_of_other_kinds(kind):
         config.num_key_value_heads = 4
         config._experts_implementation = "eager"
     model = kind(config).train()
-    ids = torch.randint(1, 128, (1, 64))
-    with FlopCounterMode(display=False) as flops:
-        model(input_ids=ids, labels=ids).loss.backward()
+    counted = counted_by_torch(model, torch.randint(1, 128, (1, 64)))
     work = count(config)
     work.sized.causal = False  # the counter below counts all pairs
     found = seconds_per_token(work, Recipe(), FAST, 1, 64) * 64
     # The routers, of 8 columns, are no linear layers.
-    assert found == pytest.approx(flops.get_total_flops(), rel=0.02)
+    assert found == pytest.approx(counted, rel=0.02)
 
 
 def test_bytes_moved_by_hand(work):
@@ -252,15 +254,9 @@ RESIDENTS = [
 ]
 
 
-def nbytes(tensors) -> int:
-    return sum(
-        {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()
-    )
-
-
 @pytest.mark.parametrize("recipe", each(3, RESIDENTS), ids=describe)
 def test_resident_bytes_are_those_of_real_models(work, recipe):
-    model, optimizer, undo = prepare(models.tiny_llama(**LLAMA), recipe)
+    model, optimizer, undo = prepare(tiny(), recipe)
     ids = torch.randint(0, 512, (1, 8))
     with undo:
         step(model, optimizer, {"input_ids": ids, "labels": ids}, recipe)
@@ -277,23 +273,18 @@ def test_resident_bytes_are_those_of_real_models(work, recipe):
         states = []
         for each in optimizers:
             for p, state in each.state.items():
-                tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
                 if p.numel() >= smallest:
-                    states += [tensor for tensor in tensors if tensor.dim()]
+                    states += [t for t in state.values() if torch.is_tensor(t) and t.dim()]
         assert nbytes(states) == pytest.approx(expected, rel=0, abs=1)
         slack = 0.01 if recipe.quantized_base else 0
         assert found["parameters"] == pytest.approx(nbytes(model.parameters()), rel=slack)
-        if not recipe.in_backward:
-            model(input_ids=ids, labels=ids).loss.backward()
-            assert found["gradients"] == nbytes(
-                p.grad for p in model.parameters() if p.grad is not None
-            )
-        else:
-            assert found["gradients"] == 0
+        model(input_ids=ids, labels=ids).loss.backward()
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        assert found["gradients"] == nbytes(gradients)
 
 
 def test_what_lies_beside_the_live_bytes():
-    config = models.tiny_llama(**LLAMA).config
+    config = tiny().config
     found = predict(config, batch_size=1, seq_len=8, target="cuda")
     roughly = overhead_of_prediction(found, (8, 6), replay=False)
     assert roughly == {
@@ -323,7 +314,7 @@ class TwoMeans(transformers.LlamaForCausalLM):
 
 
 def test_a_plan_asks_a_tiny_copy_whether_the_loss_may_be_cut(monkeypatch):
-    config, state = models.tiny_llama(**LLAMA).config, torch.get_rng_state()
+    config, state = tiny().config, torch.get_rng_state()
     count(config)
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(

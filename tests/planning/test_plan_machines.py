@@ -7,10 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
-from support.families import tiny_config
-from torch import nn
+from support.predicted import tiny
 from torch.distributed import init_device_mesh
-from transformers import LlamaForCausalLM
 
 from gradmem_lib import (
     CARDS,
@@ -23,7 +21,7 @@ from gradmem_lib import (
     prepare,
     step,
 )
-from gradmem_lib.course import models, run_ranks
+from gradmem_lib.course import run_ranks
 from gradmem_lib.planning.cards import NETWORK
 from gradmem_lib.planning.cost import cost_per_token, sent_between_machines
 from gradmem_lib.planning.held import NCCL
@@ -32,7 +30,6 @@ from gradmem_lib.planning.search import Search
 from gradmem_lib.planning.work import count
 from gradmem_lib.view.plan_code import launch, plan_code
 
-SIZES = {"layers": 3, "hidden": 64, "heads": 4, "intermediate": 128, "vocab": 256}
 HYBRID = [
     Recipe(optimizer="adamw", sharding="fsdp"),
     Recipe(optimizer="adamw", sharding="zero2", accumulation=2),
@@ -41,12 +38,9 @@ HYBRID = [
 ]
 
 
-IDS = torch.arange(64).reshape(4, 16) * 7 % 96
-
-
 def rows_of(rank: int) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
-    ids = torch.randint(0, SIZES["vocab"], (2, 16))
+    ids = torch.randint(0, 512, (2, 16))
     return {"input_ids": ids, "labels": ids}
 
 
@@ -56,47 +50,22 @@ def peaks_here() -> list[int]:
     peaks = []
     for recipe in HYBRID:
         torch.manual_seed(0)
-        model, optimizer, undo = prepare(models.tiny_llama(**SIZES), recipe, mesh=mesh)
+        model, optimizer, undo = prepare(tiny(), recipe, mesh=mesh)
         with undo, MemoryTracker(model, optimizer, live=False) as tracker:
             for _ in range(2):
                 step(model, optimizer, rows_of(dist.get_rank()), recipe)
         peaks.append(tracker.peak.total)
     for how in ("ddp", "zero1"):
         with pytest.raises(ValueError, match=f"has 2 dimensions, and sharding={how!r} takes 1"):
-            prepare(models.tiny_llama(**SIZES), Recipe(sharding=how), mesh=mesh)
+            prepare(tiny(), Recipe(sharding=how), mesh=mesh)
     return peaks
 
 
-def config_of_code():
-    config = models.tiny_llama(**SIZES).config
-    config.architectures = ["LlamaForCausalLM"]
-    return config
-
-
-def trained_here() -> dict[str, torch.Tensor]:
-    """The weights after the printed code of two machines."""
-    config, recipe = config_of_code(), Recipe(optimizer="sgd", sharding="fsdp")
-    option = Option(recipe, 1, 0.0, 0, None, {}, cards=2, machines=2)
-    code = plan_code(option, config, config, "cpu").replace("mesh=mesh)", "mesh=mesh, lr=1.0)")
-    torch.manual_seed(0)
-    rows = [{"input_ids": row, "labels": row} for row in IDS]
-    space = {"config": config, "train_dataset": rows}
-    exec(code.removesuffix("destroy_process_group()\n"), space)
-    return {n: p.full_tensor().detach() for n, p in space["model"].named_parameters()}
-
-
-def test_two_machines_of_two_cards_need_and_train_what_one_machine_does():
-    config = models.tiny_llama(**SIZES).config
+def test_two_machines_of_two_cards_need_what_one_machine_does():
+    config = tiny().config
     asked = {"batch_size": 2, "seq_len": 16, "ranks": 2, "target": "cpu"}
     predicted = [predict(config, recipe=recipe, **asked).peak.total for recipe in HYBRID]
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config_of_code()).train()
-    model(input_ids=IDS, labels=IDS).loss.backward()
-    for peaks, after in run_ranks(lambda: (peaks_here(), trained_here()), ranks=4):
-        assert peaks == predicted
-        for name, before in model.named_parameters():
-            expected = before.detach() - before.grad
-            torch.testing.assert_close(after[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+    assert run_ranks(peaks_here, ranks=4) == [predicted] * 4
 
 
 def test_what_machines_send_each_other_by_hand():
@@ -165,7 +134,7 @@ def test_the_printed_code_of_several_machines():
 
 
 def test_a_plan_for_two_machines_says_how_to_start_it():
-    config = models.tiny_llama(**SIZES).config
+    config = tiny().config
     asked = {"card": "1 GiB", "seq_len": 16, "global_batch": 8, "target": "cpu", "cards": 2}
     one, two = plan(config, **asked), plan(config, machines=2, **asked)
     for said in (
@@ -177,22 +146,3 @@ def test_a_plan_for_two_machines_says_how_to_start_it():
     assert "machines" not in str(one)
     assert (two.machines, two.network, one.machines, one.network) == (2, NETWORK, 1, None)
     assert two.best.micro_batch * two.best.recipe.accumulation == 2
-
-
-def test_a_batch_in_one_piece_is_asked_for_on_one_machine():
-    config = tiny_config("clip")
-    with pytest.raises(ValueError, match="give cards=1 and machines=1"):
-        plan(config, card="1 GiB", seq_len=8, global_batch=8, cards=2, machines=2)
-
-
-@pytest.mark.parametrize("several", [{}, {"cards": 2, "machines": 2}])
-def test_nothing_fits_a_module_whose_layers_have_no_known_parts(several):
-    layers = [nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)]
-    model = nn.Sequential(*layers, nn.Linear(32, 1))
-
-    def loss(module, batch):
-        return module(batch["input"]).square().mean()
-
-    batch = {"input": torch.randn(2, 32)}
-    asked = {"card": "1 KiB", "target": "cpu", "global_batch": 16, "batch": batch, "loss": loss}
-    assert "Nothing fits. Closest:" in str(plan(model, **asked, **several))

@@ -150,8 +150,19 @@ def test_a_loss_that_compares_rows_is_planned_for_in_one_piece():
     made = plan(tiny_config("clip"), target="cpu", **asked)
     assert "in one piece" in str(made) and "a loss that compares rows" in str(made)
     assert "| {'return_loss': True}" in made.code and "make_trainer" not in made.code
-    with pytest.raises(ValueError, match=r"cards=2 share a batch.*a loss that compares rows"):
-        plan(tiny_config("clip"), cards=2, **asked)
+    for machines, says in ((1, "cards=2 share .*a loss that compares rows"), (2, "and machines=1")):
+        with pytest.raises(ValueError, match=says):
+            plan(tiny_config("clip"), cards=2, machines=machines, **asked)
+
+
+@pytest.mark.parametrize("several", [{}, {"cards": 2, "machines": 2}])
+def test_nothing_fits_a_module_whose_layers_have_no_known_parts(several):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(4)))
+    batch = torch.zeros(1, 32), CLASS
+    asked = {"card": "1 KiB", "target": "cpu", "global_batch": 16}
+    made = plan(model, batch=batch, loss=class_loss, **asked, **several)
+    assert "Nothing fits. Closest:" in str(made) and made.best is None and not made.code
+    assert made.fits == [] and any("RTX 2060" in line for line in made.advice)
 
 
 CONFIG = {"batch": None, "loss": None}

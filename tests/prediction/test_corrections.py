@@ -42,47 +42,29 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.rand(shape, dtype=dtype)
 
 
-NORMS = {}
+def layer_norm(x, weight) -> tuple:
+    return aten.native_layer_norm, x, [4], weight, weight, 1e-5
+
+
+def group_norm(x, weight) -> tuple:
+    return aten.native_group_norm, x, weight, weight, 2, 4, 3, 2, 1e-5
+
+
+def batch_norm(x, weight, running) -> tuple:
+    return aten.native_batch_norm, x, weight, weight, running, running, True, 0.1, 1e-5
+
+
+NORMS = {
+    "batch, without running statistics": batch_norm(rand(2, 4, 3, dtype=bf16), None, None),
+}
 for _x in (torch.float32, bf16, half):
     for _w in (None, torch.float32, bf16, half):
         _weight = None if _w is None else rand(4, dtype=_w)
-        _inputs = rand(2, 4, dtype=_x), rand(2, 4, 3, dtype=_x)
-        _name = f"{_x}, {_w}".replace("torch.", "")
-        NORMS[f"layer, {_name}"] = (aten.native_layer_norm, _inputs[0], [4], _weight, _weight, 1e-5)
-        NORMS[f"group, {_name}"] = (
-            aten.native_group_norm,
-            _inputs[1],
-            _weight,
-            _weight,
-            2,
-            4,
-            3,
-            2,
-            1e-5,
-        )
-        _running = [rand(4, dtype=torch.float32 if _w is None else _w) for _ in range(2)]
-        NORMS[f"batch, {_name}"] = (
-            aten.native_batch_norm,
-            _inputs[1],
-            _weight,
-            _weight,
-            *_running,
-            True,
-            0.1,
-            1e-5,
-        )
-
-NORMS["batch, without running statistics"] = (
-    aten.native_batch_norm,
-    rand(2, 4, 3, dtype=bf16),
-    None,
-    None,
-    None,
-    None,
-    True,
-    0.1,
-    1e-5,
-)
+        _running = rand(4) if _w is None else _weight
+        _rows, _channels = rand(2, 4, dtype=_x), rand(2, 4, 3, dtype=_x)
+        NORMS[f"layer, {_x}, {_w}"] = layer_norm(_rows, _weight)
+        NORMS[f"group, {_x}, {_w}"] = group_norm(_channels, _weight)
+        NORMS[f"batch, {_x}, {_w}"] = batch_norm(_channels, _weight, _running)
 
 LOSSES = (
     {
@@ -153,6 +135,27 @@ LAYOUTS = {
     "half of the channels, last": rand(2, 3, 5, 8).permute(0, 3, 1, 2)[:, :4],
     "channels last in 3d": rand(2, 3, 5, 2, 4).permute(0, 4, 1, 2, 3),
 }
+
+
+def layer_norm_backward(gradient, x, *wanted: bool) -> tuple:
+    statistics, weight = rand(3, 1), rand(4)
+    given = gradient, x, [4], statistics, statistics, weight, weight
+    return aten.native_layer_norm_backward, *given, [*wanted]
+
+
+def group_norm_backward(dtype) -> tuple:
+    x, statistics = rand(2, 4, 3, dtype=dtype), rand(2, 2)
+    given = x, x, statistics, statistics, rand(4)
+    return aten.native_group_norm_backward, *given, 2, 4, 3, 2, [True] * 3
+
+
+def batch_norm_backward(x) -> tuple:
+    gradient = torch.rand_like(x, memory_format=torch.contiguous_format)
+    return aten.native_batch_norm_backward, gradient, x, *[rand(4)] * 5, True, 1e-5, [True] * 3
+
+
+NARROW, COLUMNS = rand(5, dtype=bf16), rand(4, 3).t()
+MSE_BACKWARD = aten.mse_loss_backward
 OTHERS = {
     "view of one row": (
         aten.view,
@@ -161,44 +164,10 @@ OTHERS = {
     ),
     "view of two": (aten.view, rand(2, 6, 4), [2, 24]),
     "view of a slice": (aten.view, rand(4, 1, 6)[2:3], [1, 1, 6]),
-    "layer_norm_backward": (
-        aten.native_layer_norm_backward,
-        rand(4, 3).t(),
-        rand(4, 3).t(),
-        [4],
-        rand(3, 1),
-        rand(3, 1),
-        rand(4),
-        rand(4),
-        [True, True, True],
+    "layer_norm_backward": layer_norm_backward(COLUMNS, rand(4, 3).t(), True, True, True),
+    "layer_norm_backward of weights": layer_norm_backward(
+        rand(3, 4), rand(3, 4), False, True, True
     ),
-    "layer_norm_backward of weights": (
-        aten.native_layer_norm_backward,
-        rand(3, 4),
-        rand(3, 4),
-        [4],
-        rand(3, 1),
-        rand(3, 1),
-        rand(4),
-        rand(4),
-        [False, True, True],
-    ),
-    **{
-        f"batch_norm of {name}": (aten.native_batch_norm, x, *4 * (rand(4),), True, 0.1, 1e-5)
-        for name, x in LAYOUTS.items()
-    },
-    **{
-        f"batch_norm_backward of {name}": (
-            aten.native_batch_norm_backward,
-            torch.rand_like(x, memory_format=torch.contiguous_format),
-            x,
-            *5 * (rand(4),),
-            True,
-            1e-5,
-            [True, True, True],
-        )
-        for name, x in LAYOUTS.items()
-    },
     "log_softmax_backward": (
         aten._log_softmax_backward_data,
         LAYOUTS["a transposed input"],
@@ -207,47 +176,19 @@ OTHERS = {
         torch.float32,
     ),
     "logsigmoid": (aten.log_sigmoid_forward, LAYOUTS["channels last"]),
-    "huber_loss_backward": (aten.huber_loss_backward, rand(), rand(4, 3).t(), rand(3, 4), 1, 1.0),
-    "mse_loss_backward of columns": (
-        aten.mse_loss_backward,
-        rand(),
-        rand(4, 3).t(),
-        rand(3, 4),
-        1,
-    ),
-    **{
-        f"group_norm_backward of {dtype}": (
-            aten.native_group_norm_backward,
-            rand(2, 4, 3, dtype=dtype),
-            rand(2, 4, 3, dtype=dtype),
-            rand(2, 2),
-            rand(2, 2),
-            rand(4),
-            2,
-            4,
-            3,
-            2,
-            [True, True, True],
-        )
-        for dtype in (torch.float32, bf16, half)
-    },
+    "huber_loss_backward": (aten.huber_loss_backward, rand(), COLUMNS, rand(3, 4), 1, 1.0),
     "fold": (aten.col2im, rand(2, 18, 12), [6, 4], [3, 3], [1, 1], [1, 1], [2, 1]),
     "fold to more": (aten.col2im, rand(1, 3, 2), [9, 9], [1, 1], [1, 1], [0, 0], [8, 9]),
-    "mse_loss_backward": (
-        aten.mse_loss_backward,
-        rand(1),
-        rand(5, dtype=bf16),
-        rand(5, dtype=bf16),
-        1,
-    ),
-    "mse_loss_backward, wide gradient": (
-        aten.mse_loss_backward,
-        rand(5),
-        rand(5, dtype=bf16),
-        rand(5, dtype=bf16),
-        0,
-    ),
+    "mse_loss_backward of columns": (MSE_BACKWARD, rand(), COLUMNS, rand(3, 4), 1),
+    "mse_loss_backward": (MSE_BACKWARD, rand(1), NARROW, NARROW, 1),
+    "mse_loss_backward, wide gradient": (MSE_BACKWARD, rand(5), NARROW, NARROW, 0),
 }
+for _name, _input in LAYOUTS.items():
+    OTHERS[f"batch_norm of {_name}"] = batch_norm(_input, rand(4), rand(4))
+    OTHERS[f"batch_norm_backward of {_name}"] = batch_norm_backward(_input)
+for _dtype in (torch.float32, bf16, half):
+    OTHERS[f"group_norm_backward of {_dtype}"] = group_norm_backward(_dtype)
+
 CASES = NORMS | LOSSES | MIXED | FILLED | OTHERS
 
 
@@ -262,7 +203,6 @@ def test_a_fake_says_what_the_kernel_returns(name):
 def test_a_periodic_window_is_a_longer_one_without_its_last_number(name, numbers):
     window = getattr(aten, f"{name}_window")
     for op, *more in ((window.default,), (window.periodic, False)):
-        expected = said(op, numbers, *more, target=None)
-        assert [said(op, numbers, *more, target=target) for target in ("cpu", "cuda")] == [
-            expected
-        ] * 2
+        for target in ("cpu", "cuda"):
+            expected = said(op, numbers, *more, target=None)
+            assert said(op, numbers, *more, target=target) == expected

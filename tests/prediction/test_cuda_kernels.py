@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.operations import Operations
 
 from gradmem_lib.prediction import cuda_kernels
 from gradmem_lib.prediction.fakes import QuickFakeMode
@@ -16,24 +16,11 @@ bf16, half, single = torch.bfloat16, torch.float16, torch.float32
 FLASH, EFFICIENT = "flash", "efficient"
 
 
-class Told(TorchDispatchMode):
-    """The attention kernels that are asked, and what they are told."""
-
-    def __init__(self):
-        super().__init__()
-        self.calls = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if "attention" in str(func):
-            self.calls.append((str(func), args, kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
 def attended(
     dtype, heads=(4, 4), size=16, wide=None, mask=None, grads=(True, True, True), seq=9, **asked
 ):
-    """Attention over ``seq`` tokens as a trace for a card does it: its result, and what its kernel
-    was told.
+    """Attention over ``seq`` tokens as a trace for a card does it: its result, and what the kernels
+    of attention are called with, each by its name.
     """
     with QuickFakeMode("cuda"), cuda_kernels.kernels():
         shapes = [
@@ -45,12 +32,13 @@ def attended(
             torch.rand(s, dtype=dtype, requires_grad=g) for s, g in zip(shapes, grads, strict=True)
         )
         bias = None if mask is None else torch.ones(seq, seq, dtype=mask)
-        with Told() as told:
+        with Operations() as ran:
             out = F.scaled_dot_product_attention(
                 q, k, v, bias, enable_gqa=heads[0] != heads[1], **asked
             )
     assert out.shape == (2, heads[0], seq, wide or size)
-    return out, told.calls
+    calls = [(str(func), args, kwargs) for func, args, kwargs, _ in ran.seen]
+    return out, [call for call in calls if "attention" in call[0]]
 
 
 @pytest.mark.parametrize(

@@ -27,18 +27,11 @@ def test_the_generators_return_what_they_were_set_to(word, output):
     assert all(x < 1e-6 if word == draws.LOWEST else x > 1 - 1e-6 for x in number)
 
 
-def test_the_numbers_that_fake_collectives_draw_ask_for_no_second_trace(monkeypatch):
+def test_the_numbers_that_fake_collectives_draw_ask_for_no_second_trace(spy):
     """PyTorch numbers their requests by Python's generator, which decides nothing."""
-    traces = []
-    recorded = trace_module._recorded
-
-    def counted(*asked, **how):
-        traces.append(asked)
-        return recorded(*asked, **how)
-
-    monkeypatch.setattr(trace_module, "_recorded", counted)
+    traces = spy(trace_module, "_recorded")
     recipe = Recipe(sharding="ddp")
     sizes = {"batch_size": 2, "seq_len": 16, "target": "cpu", "full": True}
     before = random.getstate()
     predict(tiny_config("llama"), recipe=recipe, ranks=2, **sizes)
-    assert len(traces) == 1 and random.getstate() == before
+    assert traces.call_count == 1 and random.getstate() == before

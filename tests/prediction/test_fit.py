@@ -17,11 +17,11 @@ from support.predicted import (
     example_batch,
     measured,
     predict,
+    tiny,
 )
 from transformers import LlamaConfig
 
 from gradmem_lib import MemoryTracker, Recipe, checkpoint_layers, fit
-from gradmem_lib.course import models
 from gradmem_lib.model.configs import skeleton
 from gradmem_lib.model.layers import find_layers
 from gradmem_lib.names import FORWARD, OPTIMIZER_STEP
@@ -143,8 +143,7 @@ def test_what_no_checkpoint_takes_away(held, in_step, monkeypatch):
 
 def test_layers_of_a_model_as_it_is():
     """In its own dtype, with the optimizer that the recipe names."""
-    sizes = {"layers": LAYERS, "hidden": 64, "heads": 4, "intermediate": 96, "vocab": 128}
-    model = models.tiny_llama(**sizes).bfloat16()
+    model = tiny(layers=LAYERS, vocab=128).bfloat16()
     batch = example_batch(model, 4, 48)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, foreach=False)
     recipe = Recipe(precision=None, attention=None, optimizer="sgd")
@@ -188,4 +187,4 @@ def test_layers_of_a_model_as_it_is():
 )
 def test_what_does_not_go_together_is_refused(how, says):
     with pytest.raises(ValueError, match=says):
-        checkpoint_layers(models.tiny_llama(layers=2), **how)
+        checkpoint_layers(tiny(), **how)

@@ -14,7 +14,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.families import OLDER
-from support.predicted import assert_predicted, assert_same, config, mean_square, measured, tracked
+from support.predicted import (
+    assert_predicted,
+    assert_same,
+    config,
+    mean_square,
+    measured,
+    tracked,
+    tracked_loop,
+)
 from torch import nn
 from transformers import (
     AutoModelForMaskedLM,
@@ -26,7 +34,7 @@ from transformers import (
 )
 from transformers.models.llama import modeling_llama
 
-from gradmem_lib import MemoryTracker, Recipe, predict
+from gradmem_lib import Recipe, predict
 from gradmem_lib.course import models
 from gradmem_lib.prediction.question import CannotTrace, Source
 from gradmem_lib.techniques.checkpointing import checkpoint_layers
@@ -114,21 +122,6 @@ def test_a_class_of_ones_own_is_traced_whole():
     assert_predicted(model, batch(), RECIPE)
 
 
-def tracked_loop(model) -> MemoryTracker:
-    """The second step of a loop that someone writes without a recipe."""
-    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
-
-    def one_step() -> None:
-        model(**batch()).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    one_step()
-    with MemoryTracker(model, optimizer, live=False) as tracker:
-        one_step()
-    return tracker
-
-
 def checkpointed() -> nn.Module:
     model = llama(3)
     model.config.use_cache = False
@@ -153,7 +146,7 @@ def with_dropout() -> nn.Module:
 def test_the_mode_stays(make, says, training):
     model = make().train(training)
     found = predict(model, batch=batch(), recipe=AS_IT_IS, target="cpu")
-    assert found.peak == tracked_loop(model).peak
+    assert found.peak == tracked_loop(model, batch()).peak
     assert all(module.training == training for module in model.modules())
     assert (says in " ".join(found.notes)) != training
 
@@ -163,7 +156,7 @@ def test_checkpoints_on_a_model_are_predicted(every):
     model = llama(3).train()
     model.config.use_cache = False
     checkpoint_layers(model.model.layers, every=every)
-    assert predict(model, **ASK).peak == tracked_loop(model).peak
+    assert predict(model, **ASK).peak == tracked_loop(model, batch()).peak
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
@@ -173,7 +166,7 @@ def test_a_cache_that_is_on_is_predicted(use_cache):
     model = LlamaForCausalLM(cfg)
     predicted = predict(model, **ASK, recipe=Recipe(attention=None))
     without = predict(cfg, **ASK, recipe=Recipe(attention=None))
-    assert predicted.peak == tracked_loop(model).peak
+    assert predicted.peak == tracked_loop(model, batch()).peak
     assert (predicted.peak == without.peak) == (not use_cache)  # a recipe's own step has none
 
 

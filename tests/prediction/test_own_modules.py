@@ -5,6 +5,7 @@ which leaves something in it shows.
 
 from __future__ import annotations
 
+import operator
 import random
 import threading
 from collections.abc import Callable
@@ -38,6 +39,12 @@ class Program(NamedTuple):
 
 
 PROGRAMS: dict[str, Program] = {}
+
+
+class OneLayer(nn.Module):
+    def __init__(self, inputs: int = 8, outputs: int = 8):
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
 
 
 # Views that are changed in place.
@@ -177,16 +184,12 @@ def positions(tokens: int) -> Tensor:
     return torch.arange(tokens, dtype=torch.float32)
 
 
-class FromAFunction(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
+class FromAFunction(OneLayer):
     def forward(self, x):  # (rows, 8)
         return self.linear(x) * positions(x.shape[1])
 
 
-class FromAMethod(FromAFunction):
+class FromAMethod(OneLayer):
     @staticmethod
     @cache
     def own(tokens: int) -> dict[str, Tensor]:
@@ -224,7 +227,7 @@ def holds_itself() -> nn.Module:
     return model
 
 
-class RemembersAMask(nn.Module):
+class RemembersAMask(OneLayer):
     """A function's variable keeps what the first forward has made."""
 
     def __init__(self):
@@ -237,7 +240,7 @@ class RemembersAMask(nn.Module):
                 mask = torch.ones(x.shape[-1])
             return x * mask
 
-        self.linear, self.masked = nn.Linear(8, 8), masked
+        self.masked = masked
 
     def forward(self, x):
         return self.masked(self.linear(x))
@@ -324,22 +327,18 @@ for make in (
 # Numbers that are drawn or read.
 
 
-class Drops(nn.Module):
-    """Leaves itself out with a probability, as LoHa does."""
+class Drops(OneLayer):
+    """Leaves a part out with a probability, as LoHa does. ``compare`` decides it by a number."""
 
-    def __init__(self, p: float, how: str):
+    def __init__(self, compare: Callable[[Tensor, float], Tensor], p: float):
         super().__init__()
-        self.linear, self.p, self.how = nn.Linear(8, 8), p, how
+        self.compare, self.p = compare, p
 
     def forward(self, x):
-        dice = torch.rand(1)
-        kept = {
-            "gt": lambda: dice > self.p,
-            "ge": lambda: dice >= self.p,
-            "lt": lambda: not (dice < self.p),
-            "le": lambda: not (dice <= self.p),
-        }[self.how]()
-        return (self.linear(x).exp() if kept else self.linear(x)).mean()
+        y = self.linear(x)
+        if self.compare(torch.rand(1), self.p):
+            y = y.exp()
+        return y.mean()
 
 
 def numpy_number() -> float:
@@ -361,8 +360,9 @@ class Dropping(nn.Module):
         return x.square().mean()
 
 
-for how in ("gt", "ge", "lt", "le"):
-    PROGRAMS[f"drops {how}"] = Program(partial(Drops, float(how == "lt"), how))
+for compare in (operator.gt, operator.ge, operator.lt, operator.le):
+    p = float(compare is operator.lt)
+    PROGRAMS[f"drops {compare.__name__}"] = Program(partial(Drops, compare, p))
 PROGRAMS["drops no layer"] = Program(partial(Dropping, 0.0))
 PROGRAMS["drops no layer, by numpy"] = Program(partial(Dropping, 0.0, numpy_number))
 
@@ -370,39 +370,30 @@ PROGRAMS["drops no layer, by numpy"] = Program(partial(Dropping, 0.0, numpy_numb
 # What a batch and a recipe may be.
 
 
-class Flagged(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
+class Flagged(OneLayer):
     def forward(self, x, target, double=False):
         return ((self.linear(x) - target) * (2 if double else 1)).square().mean()
 
 
-class MakesOnMeta(nn.Module):
+class MakesOnMeta(OneLayer):
     """Asks for a shape on the device meta, whose tensors have no memory, however large they are."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 16)
-
     def forward(self, x):
-        many = x.to("meta").repeat(100, 2)
+        many = x.to("meta").repeat(100, 1)
         return (self.linear(x) + torch.zeros(many.shape[1])).square().mean()
 
 
-class Counts(nn.Module):
+class Counts(OneLayer):
     """Keeps more in every fifth call than in the others: no micro-batch stands for others."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear, self.calls = nn.Linear(8, 8), 0
+    calls = 0
 
     def forward(self, x):
         self.calls += 1
         y = self.linear(x)
-        # the same values, so that the loss may be cut
-        return (y.exp().log().exp().log() if self.calls % 5 == 4 else y).square().mean()
+        if self.calls % 5 == 4:
+            y = y.exp().log().exp().log()  # the same values, so that the loss may be cut
+        return y.square().mean()
 
 
 class NormalizedWeights(nn.Module):
@@ -448,7 +439,7 @@ class Sign(torch.optim.Optimizer):
 
 
 CENTERED = partial(torch.optim.RMSprop, centered=True, momentum=0.9)
-SQUARE = torch.randn(32, 64)
+SQUARE = torch.randn(32, 8)
 PAIR = {"x": SQUARE, "target": SQUARE}
 SCALED = PAIR | {"by": torch.tensor(2.0)}
 PIECES = {"accumulation": 5}
@@ -528,23 +519,21 @@ def test_a_part_in_eval_mode_stays_so():
 # What is refused.
 
 
-class HoldsElsewhere(nn.Module):
+class HoldsElsewhere(OneLayer):
     def __init__(self):
         super().__init__()
-        self.own = nn.Linear(8, 8)
         other = nn.Linear(8, 8)
         self.elsewhere = [lambda x: other(x)]
 
     def forward(self, x):
-        return self.elsewhere[0](self.own(x)).mean()
+        return self.elsewhere[0](self.linear(x)).mean()
 
 
-class ComputedOnce(nn.Module):
+class ComputedOnce(OneLayer):
     """What it has computed from a weight is there from the beginning, and its graph too."""
 
     def __init__(self):
         super().__init__()
-        self.linear = nn.Linear(8, 8)
         self.doubled = self.linear.weight * 2
 
     def forward(self, x):
@@ -557,10 +546,10 @@ def gradient_with_a_graph() -> nn.Module:
     return model
 
 
-class Reads(nn.Module):
+class Reads(OneLayer):
     def __init__(self, read):
         super().__init__()
-        self.linear, self.read = nn.Linear(8, 8), read
+        self.read = read
 
     def forward(self, x):
         y = self.linear(x)
@@ -568,16 +557,10 @@ class Reads(nn.Module):
         return y.sum()
 
 
-class Changed(Drops):
-    """What was known of its random number is so no more after a change in place."""
-
-    def __init__(self):
-        super().__init__(0.0, "gt")
-
-    def forward(self, x):
-        dice = torch.rand(1)
-        dice -= 0.5
-        return (self.linear(x).exp() if dice > self.p else self.linear(x)).mean()
+def changed(number: Tensor, p: float) -> Tensor:
+    """What was known of a random number is so no more after a change in place."""
+    number -= 0.5
+    return number > p
 
 
 def sparse() -> nn.Module:
@@ -602,8 +585,8 @@ REFUSED = {
         partial(Reads, lambda y: y.sum().item())
     ),
     "nonzero": Program(partial(Reads, lambda y: y[y > 0])),
-    "reads a tensor.s value": Program(partial(Drops, 0.5, "gt")),
-    "reads a tensor.s value,": Program(Changed),
+    "reads a tensor.s value": Program(partial(Drops, operator.gt, 0.5)),
+    "reads a tensor.s value,": Program(partial(Drops, changed, 0.0)),
     "a parameter that is not in the module": Program(HoldsElsewhere),
     r"the model holds a tensor of shape \(8, 8\)": Program(ComputedOnce, loss=mean_square),
     r"\(1, 8\) has a graph.*zero_grad": Program(gradient_with_a_graph, loss=mean_square),

@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 from support.nightly import each
 from support.predicted import (
     BATCH,
@@ -25,6 +26,7 @@ from torch import nn
 
 from gradmem_lib import MemoryTracker, Recipe, known_model, predict
 from gradmem_lib.model.classes import model_class
+from gradmem_lib.prediction import cuda_kernels
 from gradmem_lib.prediction.question import CannotTrace
 
 # Each recipe on one family, and each optimizer and way on others: tied weights, biases, transposed
@@ -61,6 +63,12 @@ def reads(model, x):
     return model(x).sum() * model(x).sum().item()
 
 
+def patched() -> dict:
+    """The functions that a trace for a card replaces, and all of a tensor's."""
+    places = [(F, "scaled_dot_product_attention"), (F, "dropout"), *cuda_kernels.IN_FLOAT32]
+    return dict(vars(torch.Tensor)) | {place: getattr(*place) for place in places}
+
+
 def test_nothing_is_left_behind():
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
@@ -68,18 +76,20 @@ def test_nothing_is_left_behind():
     def state():
         names = {*AttentionInterface._global_mapping, *AttentionMaskInterface._global_mapping}
         seen = masking_utils.find_packed_sequence_indices, logging.root.manager.disable
-        return names, seen, torch.random.get_rng_state().tolist()
+        return names, seen, torch.random.get_rng_state().tolist(), patched()
 
     model, cfg = nn.Linear(4, 4), config("llama")
     before = state()
     given = cfg.to_json_string()
+    with cuda_kernels.kernels(torch.bfloat16):
+        own = before[-1]
+        assert sum(function is not own.get(place) for place, function in patched().items()) > 20
+    mixed = Recipe(precision="autocast-bf16")
     for target in ("cpu", "cuda"):
-        predict(
-            cfg, batch_size=2, seq_len=8, target=target, recipe=Recipe(precision="autocast-bf16")
-        )
-    with pytest.raises(CannotTrace):
-        predict(model, batch=torch.ones(4, 4), loss=reads, target="cpu")
-    assert state() == before
+        predict(cfg, batch_size=2, seq_len=8, target=target, recipe=mixed)
+        with pytest.raises(CannotTrace):
+            predict(model, batch=torch.ones(4, 4), loss=reads, target=target, recipe=mixed)
+        assert state() == before
     assert cfg.to_json_string() == given
     assert (
         not _get_current_dispatch_mode_stack()

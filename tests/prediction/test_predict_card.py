@@ -1,6 +1,4 @@
-"""Predictions for a card: what its kernels keep, what its allocator reserves, and functions that
-come back afterwards.
-"""
+"""Predictions for a card: what its kernels keep, and what its allocator reserves."""
 
 from __future__ import annotations
 
@@ -9,35 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.predicted import BATCH, SEQ, config
-from torch import nn
 
 from gradmem_lib import Recipe, predict
 from gradmem_lib.model.classes import model_class
-from gradmem_lib.prediction import allocator, cuda_kernels
+from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.extrapolation import BYTES
-from gradmem_lib.prediction.question import CannotTrace
 from gradmem_lib.prediction.trace import traced
-
-
-def patched() -> dict:
-    """The functions that a trace for a card replaces."""
-    places = [*cuda_kernels.IN_FLOAT32, (torch.nn.functional, "scaled_dot_product_attention")]
-    return {
-        (home, name): getattr(home, name)
-        for home, name in [*places, (torch.nn.functional, "dropout")]
-    }
-
-
-def test_functions_come_back_after_a_trace_for_a_card():
-    before, own = patched(), set(vars(torch.Tensor))
-    ask = {"target": "cuda", "recipe": Recipe(precision="autocast-bf16")}
-    with cuda_kernels.kernels(torch.bfloat16):
-        assert sum(function is not before[place] for place, function in patched().items()) > 20
-    predict(config("gpt2"), batch_size=2, seq_len=8, **ask)
-    assert patched() == before and set(vars(torch.Tensor)) == own
-    with pytest.raises(CannotTrace):
-        predict(nn.Linear(4, 4), batch=torch.ones(4, 4), loss=lambda m, x: m(x).sum().item(), **ask)
-    assert patched() == before and set(vars(torch.Tensor)) == own
 
 
 def on_card(family: str, **settings):

@@ -55,17 +55,12 @@ def test_a_predicted_rank_is_the_tracked_one(ranks):
             )
 
 
-def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(monkeypatch):
-    reduce, sent = dist.all_reduce, []
-
-    def all_reduce(tensor, *args, **kwargs):
-        sent.append((tensor.dtype, tensor.nbytes))
-        return reduce(tensor, *args, **kwargs)
-
-    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+def test_the_numbers_that_ranks_add_up_take_memory_in_a_prediction_too(spy):
+    reduced = spy(dist, "all_reduce")
     asked = {"batch_size": 2, "seq_len": 8, "target": "cpu", "ranks": 2}
     predict(config("llama"), recipe=Recipe(sharding="ddp"), full=True, **asked)
-    assert (torch.float64, 8) in sent
+    tensors = [call.args[0] for call in reduced.call_args_list]
+    assert (torch.float64, 8) in [(tensor.dtype, tensor.nbytes) for tensor in tensors]
 
 
 @pytest.mark.parametrize("full", each(2, [False, True]))

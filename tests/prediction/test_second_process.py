@@ -31,19 +31,6 @@ def ask(source, recipe, **more):
     return predict(source, batch_size=4, seq_len=16, recipe=recipe, target="cuda", **more)
 
 
-def traces_here(monkeypatch) -> list:
-    """The questions that this process traces, in a list that grows."""
-    here = []
-    traced = short_traces.traced
-
-    def noted(question, *args, **kwargs):
-        here.append(question)
-        return traced(question, *args, **kwargs)
-
-    monkeypatch.setattr(short_traces, "traced", noted)
-    return here
-
-
 @pytest.mark.parametrize(
     "recipe",
     each(
@@ -56,14 +43,14 @@ def traces_here(monkeypatch) -> list:
         ],
     ),
 )
-def test_two_processes_find_what_one_finds(recipe, monkeypatch):
+def test_two_processes_find_what_one_finds(recipe, spy):
     ranks = 2 if recipe.sharding else None
     alone = ask(source_of(config()), recipe, ranks=ranks)
-    here = traces_here(monkeypatch)
+    traces_here = spy(short_traces, "traced")
     source = source_of(config())
     with second_process(source, trace_few_parts):
         together = ask(source, recipe, ranks=ranks)
-        assert 0 < len(here) < len(together.traced_layers)
+        assert 0 < traces_here.call_count < len(together.traced_layers)
         assert together.requests() == alone.requests()
     assert together.peak == alone.peak
     assert together.traced_layers == alone.traced_layers

@@ -236,28 +236,16 @@ def source():
     return source_of(llama())
 
 
-def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(source, monkeypatch):
-    made, named = [], []
-    traced, give_names = short_traces.traced, requests._named
-
-    def counted(question, micro_batches=None, few_chunks=False):
-        made.append(question.kept)
-        return traced(question, micro_batches, few_chunks=few_chunks)
-
-    def counted_names(trace, naming):
-        named.append(trace)
-        return give_names(trace, naming)
-
-    monkeypatch.setattr(short_traces, "traced", counted)
-    monkeypatch.setattr(requests, "_named", counted_names)
+def test_recipes_that_recompute_other_numbers_of_layers_share_their_traces(source, spy):
+    traced, named = spy(short_traces, "traced"), spy(requests, "_named")
     names_after = []
     for k in (3, 4, 5):
         recipe = Recipe(**PLAIN, checkpointing=f"first-{k}")
         predict(source, **ASK | CUDA | {"recipe": recipe}).requests()
-        names_after.append(len(named))
+        names_after.append(named.call_count)
     assert names_after[2] == names_after[1] > 0  # what the traces prove holds for any k
     # Alone, each would need three, and "first-3", which keeps its three layers whole, two.
-    assert len(made) == 3 and all(made)
+    assert traced.call_count == 3 and all(call.args[0].kept for call in traced.call_args_list)
 
 
 def test_requests_that_short_traces_do_not_prove_are_not_computed(source, monkeypatch):

@@ -14,6 +14,7 @@ import threading
 
 import pytest
 from support.families import tiny_config
+from support.predicted import tiny
 
 from gradmem_lib.__main__ import main, parser
 from gradmem_lib.commands import plan as plan_command
@@ -22,7 +23,6 @@ from gradmem_lib.commands.model_step import command_words
 from gradmem_lib.commands.step_options import chosen
 from gradmem_lib.course.learner.progress import record_check
 from gradmem_lib.course.learner.titles import titles
-from gradmem_lib.course.material import models
 from gradmem_lib.planning.options import METHODS
 from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import predict
@@ -32,7 +32,7 @@ from gradmem_lib.units import GiB
 
 @pytest.fixture
 def config():
-    return models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=512).config
+    return tiny().config
 
 
 def command(capsys, line: str, *more: str) -> tuple[int, str, str]:

@@ -13,12 +13,12 @@ import pytest
 import torch
 import transformers
 from support.families import tiny_config
+from support.operations import Operations
 from torch import nn
 
 import gradmem_lib
 from gradmem_lib.compat.collectives import finished_all_reduce, run_collective_synchronously
 from gradmem_lib.compat.data_parallel import ddp_is_done
-from gradmem_lib.compat.dispatch_modes import TorchDispatchMode
 from gradmem_lib.compat.modules import call_override, original_call, override_call
 from gradmem_lib.compat.tensors import inside_transform
 from gradmem_lib.compat.transformers_models import (
@@ -198,27 +198,15 @@ MASKS = [
 ]
 
 
-class Seen(TorchDispatchMode):
-    """The names of the operations."""
-
-    def __init__(self):
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(("told", "masks", "positions"), MASKS)
 def test_transformers_own_questions_are_answered_as_they_would_be(told, masks, positions):
     """Also where fake tensors cannot answer; whoever looks reads the mask once."""
     from transformers import masking_utils
 
     def asked(question, *given):
-        with Seen() as seen:
+        with Operations() as ran:
             found = question(*given)
-        return found, "aten.all.default" in seen.names
+        return found, torch.ops.aten.all.default in [func for func, *_ in ran.seen]
 
     questions = ("_ignore_bidirectional_mask_sdpa", "find_packed_sequence_indices")
     padding, packed = (getattr(masking_utils, name) for name in questions)

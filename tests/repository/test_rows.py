@@ -11,12 +11,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.operations import Operations
+from support.predicted import tiny
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from gradmem_lib import MemoryTracker
-from gradmem_lib.course.material import accounting, models
+from gradmem_lib.course.material import accounting
 from gradmem_lib.course.material.shapes import SHAPES
 from gradmem_lib.names import ATTENTION, OFFLOAD, OPTIMIZERS, PRECISIONS, SELECTIVE, SHARDING
 from gradmem_lib.optimizers import Bytes, ClosedForm, OptimizerSpec
@@ -39,7 +40,6 @@ from gradmem_lib.training.step import step
 from gradmem_lib.training.trainer import make_trainer
 from gradmem_lib.training.trainer_arguments import arguments
 
-LLAMA = dict(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
 CARD = CARDS["RTX 4090 24GB"]
 WIDE = Card("endless operations, one byte a second", 1, math.inf, math.inf, 1.0)
 
@@ -88,7 +88,7 @@ def add(monkeypatch):
 def test_a_row_is_built_and_costed_with_its_own_bytes(add, precision):
     add()
     recipe = Recipe(optimizer="one-moment", precision=precision)
-    model = models.tiny_llama(**LLAMA)
+    model = tiny()
     work = count(model.config)
     config = copy.deepcopy(model.config)
     made = prepare(model, recipe)
@@ -155,9 +155,7 @@ def test_a_row_allows_what_it_says(add):
 def test_a_trainer_takes_the_row(add, tmp_path):
     add()
     given = {"batch_size": 2, "output_dir": str(tmp_path), "max_steps": 1}
-    trainer = make_trainer(
-        models.tiny_llama(**LLAMA), Recipe(optimizer="one-moment"), **given, weight_decay=0.0
-    )
+    trainer = make_trainer(tiny(), Recipe(optimizer="one-moment"), **given, weight_decay=0.0)
     assert trainer.args.learning_rate == 3e-4
     made = trainer.create_optimizer()
     assert type(made) is OneMoment and "betas" not in made.param_groups[0]
@@ -175,21 +173,6 @@ def test_a_row_keeps_master_weights_by_its_own_class(add, monkeypatch):
     monkeypatch.setattr(optimizers, "WithMaster", type("WithMaster", (OneMoment,), {}), False)
     recipe = Recipe(optimizer="one-moment", precision="float32-master")
     assert type(make_optimizer(WEIGHTS, recipe, 0.1)).__name__ == "WithMaster"
-
-
-class Traffic(TorchDispatchMode):
-    """Counts how often operations read or write a tensor of ``numel`` numbers."""
-
-    def __init__(self, numel: int):
-        super().__init__()
-        self.numel, self.count = numel, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        results = func(*args, **(kwargs or {}))
-        if not func.is_view:
-            for tensor in tree_leaves((args, kwargs, results)):
-                self.count += isinstance(tensor, torch.Tensor) and tensor.numel() == self.numel
-        return results
 
 
 def stepped_once(
@@ -213,9 +196,11 @@ def test_the_traffic_of_a_row_is_that_of_its_step(name):
             assert row.bytes_of_a_step(width) == pytest.approx(twice, rel=0.02)
         return
     weights, optimizer = stepped_once(name, (64, 64))
-    with Traffic(weights[0].numel()) as traffic:
+    with Operations() as ran:
         optimizer.step()
-    besides_weight_and_gradient = traffic.count - 3
+    touched = tree_leaves([rest for func, *rest in ran.seen if not func.is_view])
+    sizes = [leaf.numel() for leaf in touched if isinstance(leaf, torch.Tensor)]
+    besides_weight_and_gradient = sizes.count(weights[0].numel()) - 3
     assert row.bytes_of_a_step(4) == pytest.approx(4 * besides_weight_and_gradient, rel=0.06)
 
 
@@ -270,22 +255,22 @@ def forged(**fields) -> Recipe:
     return recipe
 
 
-WORK = count(models.tiny_llama(**LLAMA).config)
+WORK = count(tiny().config)
 WEIGHTS = [nn.Parameter(torch.ones(3))]
 
 
 def checkpointed(recipe: Recipe) -> None:
-    set_checkpointing(models.tiny_llama(**LLAMA), recipe, ExitStack())
+    set_checkpointing(tiny(), recipe, ExitStack())
 
 
 ASKED = {
     "made": lambda r: make_optimizer(WEIGHTS, r, 0.1),
-    "prepared": lambda r: prepare(models.tiny_llama(**LLAMA), r),
+    "prepared": lambda r: prepare(tiny(), r),
     "for Trainer": lambda r: arguments(r, 2),
     "bytes": lambda r: resident_bytes(WORK, r, 2),
     "time": lambda r: seconds_per_token(WORK, r, CARD, 1, 8, cards=2),
     "kept": lambda r: saved_bytes_per_token(WORK, r),
-    "changed": lambda r: change_model(models.tiny_llama(**LLAMA), r),
+    "changed": lambda r: change_model(tiny(), r),
     "checkpointed": checkpointed,
     "in a plan": changes,
 }

@@ -142,10 +142,10 @@ def _used(statements: list[ast.stmt]) -> list[str]:
     """The names that statements read; of a function, those that are not its own."""
     found = []
     for statement in statements:
-        read = {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
-        functions = [node for node in ast.walk(statement) if isinstance(node, ast.FunctionDef)]
-        for function in functions:
-            read -= _own_names(function)
+        read = _touched(statement)
+        for node in ast.walk(statement):
+            if isinstance(node, ast.FunctionDef):
+                read -= _own_names(node)
         found += sorted(read)
     return found
 
@@ -166,16 +166,14 @@ def _put(items: list, place: int, *others: Any) -> list:
     return [*items[:place], *others, *items[place + 1 :]]
 
 
-def _fewer(items: list) -> Iterator[list]:
+def _fewer(items: list) -> list[list]:
     """Each time another one is left out."""
-    for i in range(len(items)):
-        yield _put(items, i)
+    return [_put(items, i) for i in range(len(items))]
 
 
-def _turned(items: list) -> Iterator[list]:
+def _turned(items: list) -> list[list]:
     """Each time two other neighbours are exchanged."""
-    for i in range(len(items) - 1):
-        yield _exchanged(items, i)
+    return [_exchanged(items, i) for i in range(len(items) - 1)]
 
 
 def _exchanged(items: list, place: int) -> list:
@@ -278,8 +276,7 @@ def _other_blocks(block: list[ast.stmt]) -> Iterator[tuple[str, str, list[ast.st
 def _may_run_twice(statement: ast.stmt) -> bool:
     """Whether a second run of a statement changes nothing, as that of ``zero_grad()``."""
     called = getattr(getattr(statement, "value", None), "func", None)
-    name = called.attr if isinstance(called, ast.Attribute) else ""
-    return name in _SAME_TWICE
+    return getattr(called, "attr", "") in _SAME_TWICE
 
 
 _SAME_TWICE = (
@@ -497,10 +494,9 @@ def _other_names(node: ast.Name, names: list[str]) -> Iterator[ast.Name]:
 
 
 def _other_slices(node: ast.Slice) -> Iterator[ast.Slice]:
-    if node.lower is not None:
-        yield _but(node, lower=None)
-    if node.upper is not None:
-        yield _but(node, upper=None)
+    for end in ("lower", "upper"):
+        if getattr(node, end) is not None:
+            yield _but(node, **{end: None})
 
 
 def _other_sequences(node: ast.Tuple | ast.List) -> Iterator[ast.expr]:

@@ -6,19 +6,23 @@ import copy
 
 import numpy as np
 import torch
+from torch.nn.utils import clip_grad_norm_
 from transformers import (
     BertConfig,
     Gemma3TextConfig,
     GemmaConfig,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     Qwen3Config,
     ViTConfig,
 )
 
+from gradmem_lib.course.material import models
 from gradmem_lib.measure.tracker import MemoryTracker
 from gradmem_lib.model.classes import model_class
 from gradmem_lib.model.inputs import example_batch
+from gradmem_lib.prediction.loop import Loop
 from gradmem_lib.prediction.predict import predict
 from gradmem_lib.techniques.lora import add_lora
 from gradmem_lib.training.prepare import cast_weights, prepare
@@ -111,6 +115,12 @@ RECIPES = {
 }
 
 
+def tiny(**sizes) -> LlamaForCausalLM:
+    """A Llama that counts and steps in milliseconds."""
+    usual = {"layers": 2, "hidden": 64, "heads": 4, "intermediate": 172, "vocab": 512}
+    return models.tiny_llama(**usual | sizes)
+
+
 def recipe_of(name: str) -> Recipe:
     return Recipe(**{"attention": None} | RECIPES[name])
 
@@ -170,6 +180,41 @@ def assert_short_is_full(source, **ask):
     assert np.array_equal(short.timeline.rows, full.timeline.rows)
     assert short.replay_allocator() == full.replay_allocator()
     return short, full
+
+
+PLAIN = Loop()
+
+
+def tracked_loop(model, batch: dict, loop: Loop = PLAIN) -> MemoryTracker:
+    """The third step of a loop that is written out."""
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    outputs = loss = None
+
+    def one_step():
+        nonlocal outputs, loss
+        if loop.zero_grad == "before forward":
+            optimizer.zero_grad()
+        # what the last step kept lives until the new outputs are there
+        outputs = model(**batch)
+        loss = outputs.loss
+        if loop.keeps != "outputs":
+            outputs = None
+        if loop.zero_grad == "before backward":
+            optimizer.zero_grad()
+        loss.backward()
+        if loop.clips:
+            clip_grad_norm_(model.parameters(), 1.0)
+        if loop.keeps != "loss":
+            loss = None
+        optimizer.step()
+        if loop.zero_grad == "after step":
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        one_step()
+    with MemoryTracker(model, optimizer, live=False) as tracker:
+        one_step()
+    return tracker
 
 
 def mean_square(model, x):

@@ -12,10 +12,10 @@ import torch
 import transformers
 from support.families import OLDER, PICTURES, tiny_config
 from support.nightly import each
+from support.predicted import tiny
 from torch.utils.data import Dataset
 from transformers import AutoConfig, TrainerCallback
 
-from gradmem_lib.course.material import models
 from gradmem_lib.model.known import known_model
 from gradmem_lib.planning.cards import find_card
 from gradmem_lib.planning.options import Option
@@ -212,10 +212,6 @@ def test_the_loop_of_printed_code_steps_as_torch_does(name, planned, tmp_path):
             )
 
 
-def small() -> torch.nn.Module:
-    return models.tiny_llama(layers=2, hidden=64, heads=4, intermediate=172, vocab=512)
-
-
 BF16 = Recipe(precision="bf16", optimizer="adamw-fused")
 LLAMA, BOTH = "LlamaForCausalLM", replace(BF16, checkpointing="first-1")
 
@@ -359,49 +355,36 @@ destroy_process_group()
     )
 
 
+def loaded_by(text: str):
+    """The model that printed code makes before its recipe."""
+    space = {}
+    exec(text.partition("recipe =")[0], space)
+    return space["model"]
+
+
 def test_printed_code_loads_the_model_as_it_was_given(tmp_path):
-    recipe, config = Recipe(), small().config
+    recipe, config, start = Recipe(), tiny().config, "from transformers import LlamaForCausalLM\n"
+    if os.name != "nt":  # where such a name is no file's
+        tmp_path /= 'a "b"\\new ü'
     whole, sizes = tmp_path / "whole", tmp_path / "sizes"
-    small().save_pretrained(whole)
+    tiny().save_pretrained(whole)
     config.save_pretrained(sizes)
     for given in (str(whole), whole, whole / "config.json"):
-        start = (
-            "from transformers import LlamaForCausalLM\n"
-            "\n"
-            "from gradmem_lib import Recipe, make_trainer\n"
-            "\n"
-            f'model = LlamaForCausalLM.from_pretrained("{whole}")\n'
-            "recipe"
-        )
-        assert text_of(given, config, recipe, "cpu").startswith(start)
+        text = text_of(given, config, recipe, "cpu")
+        assert text.startswith(start) and "model = LlamaForCausalLM.from_pretrained(" in text
+        assert loaded_by(text).state_dict().keys() == tiny().state_dict().keys()
     (whole / "model.safetensors").rename(whole / "pytorch_model.bin")
-    assert f'from_pretrained("{whole}")' in text_of(whole, config, recipe, "cpu")
+    assert text_of(whole, config, recipe, "cpu") == text
     for given in (sizes, sizes / "config.json"):
         text = text_of(given, config, recipe, "cpu")
-        assert (
-            f'config = AutoConfig.from_pretrained("{given}")\nmodel = LlamaForCausalLM(config)\n'
-            in text
-        )
-        space = {}
-        exec(text.partition("recipe =")[0], space)
-        assert space["model"].num_parameters() == small().num_parameters()
+        assert "config = AutoConfig.from_pretrained(" in text
+        assert "\nmodel = LlamaForCausalLM(config)\n" in text
+        assert loaded_by(text).num_parameters() == tiny().num_parameters()
     text = text_of("tiny llama", config, recipe, "cpu")
-    assert 'config = known_model("tiny Llama")[1]' in text
-    exec(text.partition("trainer =")[0], {})
+    assert 'config = known_model("tiny Llama")[1]' in text and loaded_by(text)
     chat = text_of("Qwen/Qwen2.5-7B-Instruct", known_model("Qwen2.5-7B")[1], recipe, "cpu")
     assert 'Qwen2ForCausalLM.from_pretrained("Qwen/Qwen2.5-7B-Instruct")' in chat
-    text = text_of(small(), config, recipe, "cpu")
+    quoted = text_of("me/'mine\\x\"", config, recipe, "cpu")
+    assert 'from_pretrained("me/\'mine\\\\x\\"")' in quoted
+    text = text_of(tiny(), config, recipe, "cpu")
     assert "model =" not in text and "from_pretrained" not in text and "transformers" not in text
-
-
-@pytest.mark.skipif(os.name == "nt", reason="such names are no files there")
-@pytest.mark.parametrize("whole", [True, False])
-def test_printed_code_quotes_a_path(whole, tmp_path):
-    folder = tmp_path / 'a "b"\\new ü'
-    small().save_pretrained(folder) if whole else small().config.save_pretrained(folder)
-    space = {}
-    exec(text_of(folder, small().config, Recipe(), "cpu").partition("recipe =")[0], space)
-    assert space["model"].num_parameters() == small().num_parameters()
-    assert 'from_pretrained("me/\'mine\\\\x\\"")' in text_of(
-        "me/'mine\\x\"", small().config, Recipe(), "cpu"
-    )

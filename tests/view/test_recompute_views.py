@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from support.predicted import tiny
 
 from gradmem_lib import MemoryTracker, count_operations, show_frontier
-from gradmem_lib.course.material import models
 from gradmem_lib.view.frontier import unbeaten
 
 POINTS = {
@@ -19,9 +19,7 @@ POINTS = {
 
 
 def step_of(attention: str):
-    model = models.tiny_llama(
-        layers=2, hidden=64, heads=4, intermediate=172, vocab=128, attention=attention
-    )
+    model = tiny(vocab=128, attention=attention)
     ids = torch.randint(0, 128, (2, 32), generator=torch.Generator().manual_seed(0))
     return model, lambda: model(input_ids=ids, labels=ids).loss.backward()
 

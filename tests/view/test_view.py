@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import itertools
 import re
@@ -11,7 +10,6 @@ import sys
 import threading
 from xml.etree import ElementTree
 
-import nbformat
 import numpy as np
 import pytest
 from hypothesis import given
@@ -25,7 +23,6 @@ from gradmem_lib.units import GiB, MiB, format_bytes
 from gradmem_lib.view import live, picture, schedules, style
 from gradmem_lib.view import timeline_picture as stills
 from gradmem_lib.view.interrupt import keep_own_lines
-from gradmem_lib.view.live import drawing
 
 
 def timeline_of(samples: int, steps: int = 3) -> Timeline:
@@ -354,115 +351,32 @@ def test_nothing_recorded_is_said_in_words():
     }
 
 
-# In a script, and in a kernel.
+# In a script.
 
-RUN = """
+SCRIPT = """
+import sys
 import torch
 from gradmem_lib import MemoryTracker
+from gradmem_lib.view.live import LivePlot, show_timeline
 model = torch.nn.Linear(300, 300)
-with MemoryTracker(model, title="a layer", live={live}) as tracker:
+with MemoryTracker(model, title="a layer") as tracker:
     for _ in range(20):
         model(torch.ones(50, 300)).sum().backward()
+plot = LivePlot(title="x")
+plot.start()
+plot.push(tracker.timeline, tracker.current)
+plot.finish(tracker.timeline, tracker.peak)
+show_timeline(tracker.timeline)
+drawing = ("anywidget", "ipywidgets", "matplotlib", "matplotlib.pyplot")
+print([name for name in drawing if name in sys.modules])
 """
 
 
 def test_a_plain_script_draws_nothing_and_imports_nothing_for_it():
-    code = RUN.format(live=None) + (
-        """\
-import sys
-from gradmem_lib.view.live import LivePlot, show_timeline
-plot = LivePlot(title='x'); plot.start(); plot.push(tracker.timeline, tracker.current)
-plot.finish(tracker.timeline, tracker.peak); show_timeline(tracker.timeline)
-print([m for m in ('anywidget', 'ipywidgets', 'matplotlib', 'matplotlib.pyplot') if m in \
-sys.modules])"""
-    )
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
-
-
-PLOT = """
-from gradmem_lib.view.live import LivePlot, show_timeline
-plot = LivePlot(title="a layer", budget=10**6)
-plot.start()
-for _ in range(3):
-    plot.push(tracker.timeline, tracker.current)
-try:
-    raise KeyboardInterrupt
-except KeyboardInterrupt:
-    plot.finish(tracker.timeline, tracker.peak)
-"""
-LEFT = """
-import sys
-widgets = sys.modules.get("ipywidgets")
-made = widgets.widgets.widget._instances.values() if widgets else []
-print("pyplot" if "matplotlib.pyplot" in sys.modules else "",
-      [type(w).__name__ for w in made if type(w).__name__ == "MemoryView"])
-"""
-
-
-def executed(*live: str) -> list[list]:
-    """The outputs of each cell of a small notebook, run in a real kernel once for each
-    GRADMEM_LIVE.
-    """
-    from nbclient import NotebookClient
-
-    cells = [
-        RUN.format(live=False),
-        PLOT,
-        LEFT,
-        "show_timeline(tracker.timeline, title='a layer')",
-        "from gradmem_lib.course.learner.explorer import explore\nexplore()",
-        "show_timeline(type(tracker.timeline)(tracker.timeline.rows[:0]))",
-        "tracker.plot()",
-    ]
-    sources = [
-        c for value in live for c in (f"import os; os.environ['GRADMEM_LIVE'] = '{value}'", *cells)
-    ]
-    notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(c.strip()) for c in sources]
-    )
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    n = len(cells) + 1
-    return [
-        [cell.outputs for cell in notebook.cells[i * n + 1 : (i + 1) * n]] for i in range(len(live))
-    ]
-
-
-def still_of(output) -> str:
-    """The PNG of an output, in base64: by itself, or in the HTML of a picture to explore."""
-    if "image/png" in output.data:
-        return output.data["image/png"]
-    return re.search(r"data:image/png;base64,([^\"]+)", output.data["text/html"])[1]
-
-
-def test_a_notebook_keeps_the_same_text_and_a_picture_with_and_without_widgets(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    still, moving = executed("0", "1")
-    view = "application/vnd.jupyter.widget-view+json"
-    for outputs in (moving, still):
-        _, plot, left, shown, explored, empty, figure = outputs
-        assert [len(cell) for cell in outputs] == [0, 1, 1, 1, 1, 1, 1]
-        for cell, text in (
-            (plot, "MemoryTracker plot: a layer"),
-            (shown, "MemoryTracker plot: a layer"),
-            (explored, "Memory explorer"),
-            (figure, "Memory figure"),
-        ):
-            assert cell[0].data["text/plain"] == text
-            assert base64.b64decode(still_of(cell[0])).startswith(b"\x89PNG")
-        assert left[0].text.strip() == "[]", "pyplot was imported, or a widget was left behind"
-        assert "nothing was recorded" in empty[0].data["text/html"]
-    assert "Peak:" in still[1][0].metadata["image/png"]["alt"]
-    for cell in (1, 3):
-        # The script explores the picture, and shows the still one where it does not run.
-        assert set(moving[cell][0].data) == {"text/html", "text/plain"}
-        assert len(moving[cell][0].data["text/html"]) < 60_000 + len(drawing())
-    for cell in (1, 3, 4):
-        assert "text/html" in moving[cell][0].data and "text/html" not in still[cell][0].data
-    for outputs in (moving, still):
-        assert not any(view in output.get("data", {}) for cell in outputs for output in cell)
 
 
 def test_several_ranks_stand_side_by_side_on_one_scale():
