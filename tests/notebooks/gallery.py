@@ -1,9 +1,8 @@
 """Each kind of widget in each surrounding, as screenshots on one page to look at: ``make gallery``.
 
-The notebook runs in JupyterLab in a light and a dark theme, in a narrow window and at 150 %, and
-is then opened again without its kernel. The light run is also shown as people see it who do not
-tell all colours apart, and as a screen reader is told of it. The states of a picture, and a
-converted page, are among the screenshots of the tests (``shot``).
+The notebook runs in JupyterLab in a light and a dark theme, in a narrow window and at 150 %, is
+then opened again without its kernel, and is converted to a page. The light run is also shown as
+people see it who do not tell all colours apart, and as a screen reader is told of it.
 """
 
 from __future__ import annotations
@@ -77,6 +76,7 @@ def take_shots(folder: Path) -> list[str]:
             with open_in(browser, lab, where) as notebook:
                 notebook.page.screenshot(path=folder / f"reopened, {where.name}.png")
             names.append(f"reopened, {where.name}")
+        names.append(convert(browser, folder))
     return names
 
 
@@ -87,9 +87,31 @@ def shots_of_a_run(notebook: Notebook, folder: Path, where: Surrounding) -> list
     notebook.page.screenshot(path=folder / f"{where.name}.png")
     notebook.page.evaluate("() => jupyterapp.shell.currentWidget.context.save()")
     if where is not RUNS[0]:
-        return [where.name]
+        return [where.name, *states_of_a_picture(notebook, folder, where)]
     write_spoken(notebook, folder)
     return [where.name, *as_others_see(notebook, folder)]
+
+
+def states_of_a_picture(notebook: Notebook, folder: Path, where: Surrounding) -> list[str]:
+    """Screenshots of a finished picture as a reader changes it; returns their names."""
+    picture = notebook.panel.locator(".gm-live:has(canvas[data-drawn])").last
+    canvas, press = picture.locator("canvas.gm-canvas"), notebook.page.keyboard.press
+    canvas.focus()
+    names = []
+    for state, keys in {
+        "a block": ("p", "ArrowUp", "ArrowUp"),
+        "pinned": ("Enter", "End"),
+        "zoomed": ("p", "+", "+"),
+        "by line": ("0", "g", "g"),
+        "alone": ("Escape", "g", "g"),
+    }.items():
+        for key in keys:
+            press(key)
+        if state == "alone":
+            picture.locator("tbody tr").nth(2).click()
+        names.append(f"{where.name}, {state}")
+        picture.screenshot(path=folder / f"{names[-1]}.png")
+    return names
 
 
 def as_others_see(notebook: Notebook, folder: Path) -> list[str]:
@@ -107,6 +129,19 @@ def write_spoken(notebook: Notebook, folder: Path) -> None:
     outputs = notebook.panel.locator(".jp-OutputArea-output").all()
     spoken = "\n\n".join(output.aria_snapshot() for output in outputs)
     (folder / "spoken.txt").write_text(spoken + "\n", encoding="utf-8")
+
+
+def convert(browser, folder: Path) -> str:
+    from nbconvert import HTMLExporter
+
+    page_path = folder / "converted.html"
+    page_path.write_text(HTMLExporter().from_filename(str(folder / NAME))[0], encoding="utf-8")
+    page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
+    page.route("http*://**", lambda route: route.abort())  # as without a network
+    page.goto(page_path.as_uri(), wait_until="domcontentloaded")
+    page.locator("canvas.gm-canvas:not([data-points='0'])").first.wait_for()
+    page.screenshot(path=folder / "converted.png", full_page=True)
+    return "converted"
 
 
 def main(folder: Path) -> None:

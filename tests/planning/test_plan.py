@@ -1,12 +1,13 @@
-"""The plan: in which order it asks, what it lists for a card, and what it refuses."""
+"""The plan: what it recommends fits, and what it refuses does not."""
 
 from __future__ import annotations
 
 import pytest
+import torch
 from support.predicted import tiny
 from torch import nn
 
-from gradmem_lib import plan, predict
+from gradmem_lib import BudgetExceeded, MemoryTracker, Recipe, plan, predict, prepare, step
 from gradmem_lib.planning import search
 from gradmem_lib.prediction import allocator
 from gradmem_lib.prediction.question import CannotTrace
@@ -21,6 +22,42 @@ def small():
 @pytest.fixture(scope="module")
 def config():
     return small().config
+
+
+def needs(config, recipe) -> int:
+    """Predicted anew, by the whole trace."""
+    sizes = {"batch_size": 4, "seq_len": 128}
+    return predict(config, recipe=recipe, target="cpu", full=True, **sizes).peak.total
+
+
+def track(recipe, budget):
+    """Two real steps, the second under the budget."""
+    with torch.random.fork_rng():
+        model, optimizer, undo = prepare(small(), recipe)
+        ids = torch.randint(0, 512, (4, 128))
+        batch = {"input_ids": ids, "labels": ids}
+        step(model, optimizer, batch, recipe)
+        try:
+            with MemoryTracker(model, optimizer, budget=budget, live=False) as tracker:
+                step(model, optimizer, batch, recipe)
+        finally:
+            undo.close()
+    return tracker
+
+
+def test_the_best_fits_and_the_next_faster_one_does_not(config):
+    """On a card on which QLoRA has to give something up."""
+    plain = Recipe(precision="bf16", lora_rank=16, quantized_base=True, optimizer="adamw-fused")
+    card = needs(config, plain) // 2
+    tight = plan(config, card=card, seq_len=128, global_batch=4, method="qlora", target="cpu")
+    best, faster = tight.best, tight.next_faster
+    assert best.recipe.accumulation * best.micro_batch == 4
+    assert best.needs == needs(config, best.recipe) == card - best.spare <= card
+    assert faster.seconds < best.seconds
+    assert faster.needs == needs(config, faster.recipe) > card
+    assert track(best.recipe, card).peak.total == best.needs
+    with pytest.raises(BudgetExceeded):
+        track(faster.recipe, card)
 
 
 def test_families_that_may_be_fastest_are_searched_first(config, spy, monkeypatch):
