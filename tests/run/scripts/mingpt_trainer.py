@@ -1,4 +1,4 @@
-"""Sorting with a small transformer: a Trainer class with callbacks, and workers that load data."""
+"""Sorting with a small transformer, and workers that load data."""
 
 import sys
 
@@ -35,36 +35,18 @@ class Sorter(nn.Module):
         return self.lm_head(self.transformer(self.tok_emb(idx), mask=mask, is_causal=True))
 
 
-class Trainer:
-    def __init__(self, model, train_dataset, num_workers):
-        self.model, self.callbacks, self.iter_num = model, [], 0
-        self.loader = DataLoader(train_dataset, 16, shuffle=True, num_workers=num_workers)
-
-    def run(self):
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4, betas=(0.9, 0.95))
-        self.model.train()
-        for _ in range(2):
-            for x, y in self.loader:
-                self.loss = F.cross_entropy(self.model(x).transpose(1, 2), y, ignore_index=-1)
-                self.model.zero_grad(set_to_none=True)
-                self.loss.backward()
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                optimizer.step()
-                for callback in self.callbacks:
-                    callback(self)
-                self.iter_num += 1
-
-
-def batch_end_callback(trainer):
-    if trainer.iter_num % 2 == 0:
-        print(f"iter {trainer.iter_num}: train loss {trainer.loss.item()!r}")
-
-
 if __name__ == "__main__":
     torch.manual_seed(3407)
     model = Sorter()
-    trainer = Trainer(model, SortDataset(), num_workers=int(sys.argv[1]))
-    trainer.callbacks.append(batch_end_callback)
-    trainer.run()
+    loader = DataLoader(SortDataset(), 16, shuffle=True, num_workers=int(sys.argv[1]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95))
+    for _ in range(2):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x).transpose(1, 2), y, ignore_index=-1)
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            print(f"train loss {loss.item()!r}")
     with torch.no_grad():
         print(model.eval()(torch.tensor([[0, 0, 2, 1, 0, 1]])).argmax(-1).tolist())
