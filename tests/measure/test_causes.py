@@ -93,7 +93,7 @@ IN_THE_MIDDLE = [
     growth.weights_of_each_epoch,
     graphs.sampling_with_gradients,
     graphs.entropy_added_up,
-    tensors.data_set_beside_an_evaluation,
+    tensors.data_set_on_the_device,
     weights.norm_of_all_gradients,
 ]
 

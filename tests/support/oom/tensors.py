@@ -34,6 +34,17 @@ from gradmem_lib import MemoryTracker
 
 
 @has(DATA)
+def data_set_on_the_device(remedied=False):
+    data, net = torch.randn(20_000, 64), Net()
+
+    def loss(i):
+        x = torch.randn(64, 64) if remedied else data[torch.randint(20_000, (64,))]
+        return F.mse_loss(net(x), x)
+
+    return trains(net, loss, adamw, steps=4)
+
+
+@has(DATA)
 def data_set_beside_an_evaluation(remedied=False):
     """All rows are on the device during the steps; an evaluation without them comes first."""
     net = Net()
