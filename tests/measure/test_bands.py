@@ -31,7 +31,6 @@ def test_the_band_is_what_the_program_keeps():
         growth.losses_in_a_list,
         growth.outputs_after_a_warm_up,
         evaluations.logits_in_a_list,
-        evaluations.second_list_of_outputs,
         growth.predictions_joined_in_each_step,  # the shorter one is there beside the longer
     ],
 )

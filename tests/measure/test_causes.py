@@ -13,6 +13,8 @@ import pytest
 import torch
 from support import oom
 from support.oom import evaluations, graphs, growth, tensors, weights
+from support.oracle import nbytes
+from support.programs import mlp
 from torch import nn
 
 from gradmem_lib import BudgetExceeded, MemoryTracker, diagnose
@@ -89,8 +91,8 @@ def test_a_program_is_told_its_causes_and_the_remedy_takes_the_bytes_away(name):
 
 IN_THE_MIDDLE = [
     growth.weights_of_each_epoch,
-    graphs.samples_that_stay,
-    graphs.adversaries,
+    graphs.sampling_with_gradients,
+    graphs.entropy_added_up,
     tensors.data_set_on_the_device,
     weights.norm_of_all_gradients,
 ]
@@ -138,29 +140,21 @@ def beside(teachers: list[nn.Module], student: nn.Module) -> dict[str, Cause]:
     return {cause.name: cause for cause in diagnose(tracker).causes}
 
 
-def mlp(layers: int, outputs: int) -> nn.Sequential:
-    body = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(layers)]
-    return nn.Sequential(*body, nn.Linear(64, outputs))
-
-
-def nbytes(models: list[nn.Module]) -> int:
-    return sum(p.nbytes for model in models for p in model.parameters())
-
-
 @pytest.mark.parametrize(("layers", "outputs"), [(8, 32), (4, 32), (6, 32), (3, 30), (8, 8)])
 def test_a_teacher_with_other_layers_is_a_second_model_and_no_copy(layers, outputs):
-    teacher = mlp(layers, outputs).requires_grad_(False)
-    causes = beside([teacher], mlp(3, 32))
+    teacher = mlp(64, *[64] * layers, outputs).requires_grad_(False)
+    causes = beside([teacher], mlp(64, 64, 64, 64, 32))
     assert oom.COPIED not in causes
-    assert causes[oom.SECOND].nbytes == nbytes([teacher])
+    assert causes[oom.SECOND].nbytes == nbytes(teacher.parameters())
 
 
 @pytest.mark.parametrize("words", ["a second copy", "2 more copies"])
 def test_a_teacher_of_the_same_shapes_is_a_copy(words):
-    teachers = [mlp(3, 32).requires_grad_(False) for _ in range(int(words[0] == "2") + 1)]
-    causes = beside(teachers, mlp(3, 32))
+    sizes = (64, 64, 64, 64, 32)
+    teachers = [mlp(*sizes).requires_grad_(False) for _ in range(int(words[0] == "2") + 1)]
+    causes = beside(teachers, mlp(*sizes))
     assert oom.SECOND not in causes
-    assert causes[oom.COPIED].nbytes == nbytes(teachers)
+    assert causes[oom.COPIED].nbytes == nbytes(nn.ModuleList(teachers).parameters())
     assert words in causes[oom.COPIED].evidence
 
 
@@ -183,7 +177,7 @@ def test_the_tracked_model_under_another_name_is_no_other_model(tracked_is_wrapp
 
 
 def test_much_is_promised_of_many_forwards():
-    before = diagnose(graphs.rollouts_before_updates())
+    before = diagnose(graphs.sampling_with_gradients())
     assert peak_without(before.causes[0], before.facts)[0] < 0.7 * before.peak.total
 
 

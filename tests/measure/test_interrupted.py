@@ -10,9 +10,9 @@ import threading
 
 import pytest
 import torch
-from support.trainers import ROWS, At, assert_clean, rows, small, trainer_for
+from support.trainers import ROWS, At, assert_clean, plain_arguments, rows, small, trainer_for
 from torch import nn
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback
 
 from gradmem_lib import BudgetExceeded, MemoryCallback, MemoryTracker, Recipe, predict
 from gradmem_lib.techniques.optimizers import AdamW8bit
@@ -21,16 +21,7 @@ pytestmark = pytest.mark.usefixtures("interruptible")
 
 
 def plain_trainer(tmp_path, memory, **given):
-    settings = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 3,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
-    args = TrainingArguments(str(tmp_path / "plain"), **(settings | given))
+    args = plain_arguments(tmp_path / "plain", max_steps=3, logging_strategy="no", **given)
     return Trainer(small(), args, train_dataset=rows(), eval_dataset=rows(16), callbacks=[memory])
 
 

@@ -13,7 +13,6 @@ from support import (
     oom,
     programs_layers,
     programs_loops,
-    programs_methods,
     programs_sums,
     programs_swaps,
 )
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradmem_lib import MemoryTracker, diagnose
 
 # They fill PROGRAMS.
-FILES = (programs_methods, programs_layers, programs_loops, programs_sums, programs_swaps)
+FILES = (programs_layers, programs_loops, programs_sums, programs_swaps)
 
 # How many bytes more (negative: fewer) a program takes under a dispatch mode, whichever, and the
 # tracker is one (isTensorSubclassLike in torch 2.13). Autograd adds gradients up in place unless a
@@ -45,17 +44,13 @@ SHOWN = set(UNDER_A_MODE) - {"bidirectional_lstm_on_packed_rows"}
 ROUNDED = {"product_of_a_row": 1e-6}
 # What some programs are told besides the first step's states.
 TOLD = {
-    "weight_tying": {oom.LOGITS},
     "product_with_itself": {oom.LOGITS},  # of a layer that is the last and the widest one
     "gradient_that_a_hook_keeps": {oom.LOGITS},
     "formula_with_temporaries": {oom.LOGITS},
     "zeros_for_inside_a_transform": {oom.EXPANDED},
     "gradients_a_sample": {oom.EXPANDED},
-    "frozen_base_with_lora": {oom.WIDE},
     "average_swapped_in_for_an_evaluation": {oom.COPIED},  # an average is a second copy
-    "sharpness_aware_by_swaps": {oom.GRADIENTS},
     "float64_for_one_step": {oom.DOUBLE},
-    "two_heads_backward_twice": {oom.STAY},
 }
 # An operation makes a tensor of a Python number, outside of every dispatch.
 NUMBERS = 16

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.nightly import each
+from support.programs import adamw, mlp
 from torch import nn
 
 from gradmem_lib import MemoryTracker, diagnose
@@ -31,22 +32,10 @@ class StopAt:
             raise KeyboardInterrupt
 
 
-def net(*sizes: int) -> nn.Sequential:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for i in range(len(sizes) - 1):
-        layers += [nn.Linear(sizes[i], sizes[i + 1]), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), foreach=False)
-
-
 def gan(stop, critic_steps=1):
     """The generator's graph waits while the critic steps."""
-    generator, critic = net(16, 64, 64, 32), net(32, 64, 64, 1)
-    of_generator, of_critic = adam(generator), adam(critic)
+    generator, critic = mlp(16, 64, 64, 32), mlp(32, 64, 64, 1)
+    of_generator, of_critic = adamw(generator), adamw(critic)
     for _ in range(3):
         fake = generator(torch.randn(ROWS, 16))
         stop()
@@ -69,8 +58,8 @@ def wasserstein(stop):
 
 def views(stop):
     """Several forwards by one line, and one loss that compares their outputs."""
-    model = net(32, 64, 64, 8)
-    optimizer = adam(model)
+    model = mlp(32, 64, 64, 8)
+    optimizer = adamw(model)
     for _ in range(3):
         z = [model(torch.randn(ROWS, 32)) for _ in range(5)]
         stop()
@@ -81,8 +70,8 @@ def views(stop):
 
 def rare_steps(stop):
     """The head steps after each window, the encoder after every second one."""
-    encoder, head = net(32, 64, 64, 8), nn.Linear(8, 4)
-    of_encoder, of_head = adam(encoder), adam(head)
+    encoder, head = mlp(32, 64, 64, 8), nn.Linear(8, 4)
+    of_encoder, of_head = adamw(encoder), adamw(head)
     for window in range(4):
         for _ in range(2):
             labels = torch.randint(0, 4, (ROWS,))
@@ -145,8 +134,8 @@ def test_a_tracker_knows_the_optimizers_of_a_block_that_is_stopped(number):
 
 def evaluates(stop):
     """An evaluation after a training, whose outputs keep their graphs."""
-    model = net(32, 64, 64, 8)
-    optimizer = adam(model)
+    model = mlp(32, 64, 64, 8)
+    optimizer = adamw(model)
     for _ in range(3):
         F.mse_loss(model(torch.randn(ROWS, 32)), torch.randn(ROWS, 8)).backward()
         optimizer.step()
@@ -164,8 +153,8 @@ def test_an_evaluation_with_a_graph_is_named_though_the_run_is_stopped_in_it(num
 
 def test_an_evaluation_that_calls_the_training_s_function_is_not_the_training():
     """One function computes the loss of both; the evaluation keeps graphs and is stopped."""
-    model = net(64, 256, 256, 1)
-    optimizer = adam(model)
+    model = mlp(64, 256, 256, 1)
+    optimizer = adamw(model)
 
     def loss_of(rows: int) -> torch.Tensor:
         return model(torch.randn(rows, 64)).square().mean()

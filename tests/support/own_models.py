@@ -69,23 +69,16 @@ class Pairs(nn.Module):
         return self.head(x.mean(1))
 
 
-class Picture(nn.Module):
-    """A vision transformer whose blocks are one nn.Sequential, as timm has it. ``side``: how many
-    patches of 4 x 4 lie side by side.
-    """
+class InARow(nn.Module):
+    """A transformer whose layers are one nn.Sequential, as timm has it."""
 
-    def __init__(self, layers: int = 4, side: int = 4):
+    def __init__(self, layers: int = 4):
         super().__init__()
-        self.patch_embed = nn.Conv2d(3, WIDTH, 4, 4)
-        self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
-        self.pos_embed = nn.Parameter(torch.zeros(1, side**2 + 1, WIDTH))
+        self.inputs, self.head = nn.Linear(4, WIDTH), nn.Linear(WIDTH, 3)
         self.blocks = nn.Sequential(*(Block() for _ in range(layers)))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3)
 
-    def forward(self, pixels):
-        x = self.patch_embed(pixels).flatten(2).transpose(1, 2)
-        x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], 1) + self.pos_embed
-        return self.head(self.norm(self.blocks(x))[:, 0])
+    def forward(self, x):
+        return self.head(self.blocks(self.inputs(x)).mean(1))
 
 
 class Conditioned(nn.Module):
@@ -180,7 +173,7 @@ OWN_MODELS = {
     "diffusion": (Diffusion, NOISE, noise_loss, ("blocks",)),
     "unet": (UNet, NOISE, noise_loss, ("down", "middle", "up")),
     "pairs": (Pairs, (torch.zeros(1, TOKENS, 4), CLASS), class_loss, ("layers",)),
-    "picture": (Picture, (torch.zeros(1, 3, 16, 16), CLASS), class_loss, ("blocks",)),
+    "in a row": (InARow, (torch.zeros(1, TOKENS, 4), CLASS), class_loss, ("blocks",)),
 }
 
 

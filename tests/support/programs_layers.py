@@ -15,23 +15,6 @@ from torch.optim import SGD, SparseAdam
 # Layers.
 
 
-class Last(nn.Module):
-    """A recurrent network, and a classifier of its last output."""
-
-    def __init__(self, net: nn.Module, width: int = 64):
-        super().__init__()
-        self.net, self.head = net, nn.Linear(width, 10)
-
-    def forward(self, x):
-        return self.head(self.net(x)[0][:, -1])
-
-
-@program
-def lstm():
-    net = nn.LSTM(32, 64, num_layers=2, batch_first=True)
-    return classifier(Last(net), batch(16, 20, 32))
-
-
 @program
 def bidirectional_lstm_on_packed_rows():
     net, head = nn.LSTM(32, 32, bidirectional=True, batch_first=True), nn.Linear(64, 10)
@@ -43,33 +26,6 @@ def bidirectional_lstm_on_packed_rows():
         return F.cross_entropy(head(out.mean(1)), y)
 
     return usual(nn.ModuleList([net, head]), loss)
-
-
-@program
-def convolutions_with_batch_norm():
-    model = nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(inplace=True),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.GroupNorm(4, 32),
-        nn.SiLU(inplace=True),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 10),
-    )
-    return classifier(model, batch(16, 3, 32, 32))
-
-
-@program
-def weight_tying():
-    table, body = nn.Embedding(512, 64), mlp(64, 128, 64)
-    ids = torch.randint(0, 512, (4, 32))
-    head = nn.Linear(64, 512, bias=False)
-    head.weight = table.weight
-    model = nn.Sequential(table, body, head)
-    return usual(model, lambda: F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()))
 
 
 @program

@@ -7,22 +7,9 @@ import torch.nn.functional as F
 from support.programs import adamw, batch, classifier, labels, mlp, program, usual
 from torch import nn
 from torch.optim import AdamW, RMSprop
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-# Loops: accumulation, clipping, evaluation, loaders, precisions.
-
-
-@program
-def gradient_accumulation():
-    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
-    optimizer = adamw(model)
-
-    def step():
-        for rows in torch.arange(64).split(16):
-            (F.cross_entropy(model(x[rows]), y[rows]) / 4).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return model, optimizer, step
+# Loops and precisions.
 
 
 @program
@@ -36,32 +23,6 @@ def gradients_zeroed_not_freed():
         optimizer.step()
 
     return model, optimizer, step
-
-
-@program
-def evaluation_after_the_step():
-    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
-    _, optimizer, train = classifier(model, x)
-
-    def step():
-        train()
-        with torch.no_grad():
-            (model(x).argmax(1) == y).float().mean().item()
-        with torch.inference_mode():
-            model(x)
-
-    return model, optimizer, step
-
-
-@program
-def autocast_bf16():
-    model, x, y = mlp(128, 256, 10), batch(64, 128), labels(64)
-
-    def loss():
-        with torch.autocast("cpu", torch.bfloat16):
-            return F.cross_entropy(model(x).float(), y)
-
-    return usual(model, loss)
 
 
 @program
@@ -79,6 +40,34 @@ def float16_with_a_scaler():
         optimizer.zero_grad()
 
     return model, optimizer, step
+
+
+# Critics and averages.
+
+
+@program
+def wasserstein_gan_with_gradient_penalty():
+    d, real, fake = mlp(128, 256, 1), batch(64, 128), batch(64, 128)
+
+    def loss():
+        mix = (0.3 * real + 0.7 * fake).requires_grad_()
+        slope = torch.autograd.grad(d(mix).sum(), mix, create_graph=True)[0]
+        return d(fake).mean() - d(real).mean() + 10 * (slope.norm(dim=1) - 1).square().mean()
+
+    return usual(d, loss)
+
+
+@program
+def ema_by_averaged_model():
+    model = mlp(128, 256, 10)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.99))
+    _, optimizer, step = classifier(model, batch(64, 128))
+
+    def both():
+        step()
+        average.update_parameters(model)
+
+    return nn.ModuleList([model, average]), optimizer, both
 
 
 # Less memory.
@@ -103,14 +92,6 @@ def saved_tensors_packed_in_bf16():
             return F.cross_entropy(model(x), y)
 
     return usual(model, loss)
-
-
-@program
-def frozen_base_with_lora():
-    base = nn.Linear(256, 256).requires_grad_(False)
-    a, b, x = nn.Linear(256, 4, bias=False), nn.Linear(4, 256, bias=False), batch(64, 256)
-    model = nn.ModuleList([base, a, b])
-    return usual(model, lambda: (base(x) + b(a(x))).square().mean())
 
 
 OPTIMIZERS = {

@@ -25,32 +25,9 @@ def average_swapped_in_for_an_evaluation():
         optimizer.step()
         optimizer.zero_grad()
         swap()
-        with torch.no_grad():
+        with torch.inference_mode():
             model(x)
         swap()
-
-    return model, optimizer, step
-
-
-@program
-def sharpness_aware_by_swaps():
-    model, x, y = mlp(64, 128, 10), batch(32, 64), labels(32)
-    optimizer = adamw(model)
-
-    def step():
-        F.cross_entropy(model(x), y).backward()
-        before = []
-        with torch.no_grad():
-            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
-            for p in model.parameters():
-                before.append(p.data.clone())
-                p.add_(p.grad * (0.05 / norm))
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        for p, old in zip(model.parameters(), before, strict=True):
-            p.data = old
-        optimizer.step()
-        optimizer.zero_grad()
 
     return model, optimizer, step
 

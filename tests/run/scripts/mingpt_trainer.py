@@ -1,4 +1,4 @@
-"""Sorting with a small transformer: a Trainer class with callbacks, and workers that load data."""
+"""Sorting with a small transformer, and workers that load data."""
 
 import sys
 
@@ -26,52 +26,27 @@ class Sorter(nn.Module):
     def __init__(self, width=32):
         super().__init__()
         self.tok_emb = nn.Embedding(3, width)
-        self.pos_emb = nn.Parameter(torch.zeros(1, 2 * LENGTH, width))
         layer = nn.TransformerEncoderLayer(width, 2, 64, dropout=0.1, batch_first=True)
         self.transformer = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.lm_head = nn.Linear(width, 3)
 
     def forward(self, idx):
-        x = self.tok_emb(idx) + self.pos_emb[:, : idx.shape[1]]
         mask = nn.Transformer.generate_square_subsequent_mask(idx.shape[1])
-        return self.lm_head(self.transformer(x, mask=mask, is_causal=True))
-
-    @torch.no_grad()
-    def generate(self, idx, max_new_tokens):
-        for _ in range(max_new_tokens):
-            idx = torch.cat((idx, self(idx)[:, -1:].argmax(-1)), dim=1)
-        return idx
-
-
-class Trainer:
-    def __init__(self, model, train_dataset, num_workers):
-        self.model, self.callbacks, self.iter_num = model, [], 0
-        self.loader = DataLoader(train_dataset, 16, shuffle=True, num_workers=num_workers)
-
-    def run(self):
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-4, betas=(0.9, 0.95))
-        self.model.train()
-        for _ in range(2):
-            for x, y in self.loader:
-                self.loss = F.cross_entropy(self.model(x).transpose(1, 2), y, ignore_index=-1)
-                self.model.zero_grad(set_to_none=True)
-                self.loss.backward()
-                torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-                optimizer.step()
-                for callback in self.callbacks:
-                    callback(self)
-                self.iter_num += 1
-
-
-def batch_end_callback(trainer):
-    if trainer.iter_num % 2 == 0:
-        print(f"iter {trainer.iter_num}: train loss {trainer.loss.item()!r}")
+        return self.lm_head(self.transformer(self.tok_emb(idx), mask=mask, is_causal=True))
 
 
 if __name__ == "__main__":
     torch.manual_seed(3407)
     model = Sorter()
-    trainer = Trainer(model, SortDataset(), num_workers=int(sys.argv[1]))
-    trainer.callbacks.append(batch_end_callback)
-    trainer.run()
-    print(model.eval().generate(torch.tensor([[0, 0, 2, 1, 0, 1]]), LENGTH).tolist())
+    loader = DataLoader(SortDataset(), 16, shuffle=True, num_workers=int(sys.argv[1]))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.95))
+    for _ in range(2):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x).transpose(1, 2), y, ignore_index=-1)
+            model.zero_grad(set_to_none=True)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            print(f"train loss {loss.item()!r}")
+    with torch.no_grad():
+        print(model.eval()(torch.tensor([[0, 0, 2, 1, 0, 1]])).argmax(-1).tolist())

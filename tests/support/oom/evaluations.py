@@ -32,17 +32,14 @@ from torch import nn
 from gradmem_lib import MemoryTracker
 
 
-def evaluated(collect):
+@has(COLLECTED)
+def logits_in_a_list(remedied=False):
     model, ids, results = llama(), rows(), []
     with MemoryTracker(model) as tracker, torch.no_grad():
         for _ in range(12):
-            results.append(collect(model(input_ids=ids, use_cache=False)))
+            logits = model(input_ids=ids, use_cache=False).logits
+            results.append(logits.argmax(-1).tolist() if remedied else logits)
     return tracker
-
-
-@has(COLLECTED)
-def logits_in_a_list(remedied=False):
-    return evaluated(lambda out: out.logits.argmax(-1).tolist() if remedied else out.logits)
 
 
 @has(COLLECTED)
@@ -53,20 +50,6 @@ def logits_in_one_tensor(remedied=False):
             logits = model(input_ids=ids, use_cache=False).logits
             logits = logits.argmax(-1) if remedied else logits
             gathered = logits if gathered is None else torch.cat([gathered, logits])
-    return tracker
-
-
-@has(COLLECTED)
-def second_list_of_outputs(remedied=False):
-    """A test after a validation, whose outputs are gone by then."""
-    net, data = Net(), torch.randn(512, 64)
-    with MemoryTracker(net) as tracker, torch.no_grad():
-        for x, batches in ((data, 5), (data[:256], 200)):
-            kept = []
-            for _ in range(batches):
-                out = net(x)
-                kept.append(out.argmax(-1).tolist() if remedied else out)
-            del kept, out
     return tracker
 
 
@@ -167,34 +150,6 @@ def teachers_in_a_list():
     return trains(student, loss, adamw)
 
 
-class Attends(nn.Module):
-    """Keys and values of all tokens so far, for each beam."""
-
-    def __init__(self):
-        super().__init__()
-        self.project, self.cache = nn.Linear(64, 128), None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        new = self.project(x)
-        self.cache = new if self.cache is None else torch.cat([self.cache, new], dim=1)
-        keys, values = self.cache.split(64, dim=-1)
-        return F.scaled_dot_product_attention(x, keys, values)
-
-    def reorder(self, beams: torch.Tensor) -> None:
-        self.cache = self.cache[beams]
-
-
-@has(GENERATION)
-def beams(remedied=False):
-    net, n = Attends(), 4 if remedied else 32
-    with MemoryTracker(net) as tracker, torch.no_grad():
-        x = torch.randn(n, 1, 64)
-        for _ in range(40):
-            x = net(x)
-            net.reorder(torch.arange(n).roll(1))
-    return tracker
-
-
 @has(STAYS, line="features = net(", says="outputs.cpu()")
 def feature_bank(remedied=False):
     """Features of all training rows for a nearest-neighbour evaluation, which stay in memory."""
@@ -257,4 +212,32 @@ def evaluation_of_a_trainer(remedied="", batch=2):
         trainer.log = lambda *given, **named: None
         with MemoryTracker(model) as tracker:
             trainer.evaluate()
+    return tracker
+
+
+class Attends(nn.Module):
+    """Keys and values of all tokens so far, for each beam."""
+
+    def __init__(self):
+        super().__init__()
+        self.project, self.cache = nn.Linear(64, 128), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        new = self.project(x)
+        self.cache = new if self.cache is None else torch.cat([self.cache, new], dim=1)
+        keys, values = self.cache.split(64, dim=-1)
+        return F.scaled_dot_product_attention(x, keys, values)
+
+    def reorder(self, beams: torch.Tensor) -> None:
+        self.cache = self.cache[beams]
+
+
+@has(GENERATION)
+def beams(remedied=False):
+    net, n = Attends(), 4 if remedied else 32
+    with MemoryTracker(net) as tracker, torch.no_grad():
+        x = torch.randn(n, 1, 64)
+        for _ in range(40):
+            x = net(x)
+            net.reorder(torch.arange(n).roll(1))
     return tracker

@@ -41,21 +41,6 @@ from gradmem_lib import MemoryTracker
 
 
 @has(UNUSED)
-def validation_before_the_backward(remedied=False):
-    """The training's own graph is alive at the peak as well, and it is used."""
-    net, x, y = Net(), torch.randn(512, 64), torch.randn(512, 64)
-    more = torch.randn(512, 64)
-
-    def loss(i):
-        loss = F.mse_loss(net(x), y)
-        with torch.set_grad_enabled(not remedied):
-            net(more)
-        return loss
-
-    return trains(net, loss, steps=2)
-
-
-@has(UNUSED)
 def sampling_with_gradients(remedied=False):
     """A denoiser that is called again and again with its own output."""
     net, x = Net(), torch.randn(512, 64)
@@ -63,25 +48,6 @@ def sampling_with_gradients(remedied=False):
         for _ in range(10):
             x = x - 0.1 * net(x)
     return tracker
-
-
-@has(UNUSED)
-def samples_that_stay(remedied=False):
-    """Sampling after an epoch. Its last result, and its graph, are there in the next epoch."""
-    net, x = Net(), torch.randn(64, 64)
-    kept = []
-    optimizer = adamw(net)
-
-    def step(i):
-        stepped(net(x).square().mean(), optimizer)
-        if i == 2:
-            with torch.set_grad_enabled(not remedied):
-                sample = torch.randn(256, 64)
-                for _ in range(10):
-                    sample = sample - 0.1 * net(sample)
-                kept.append(sample)
-
-    return trained(net, optimizer, step, steps=6)
 
 
 @has(UNUSED, WAIT)
@@ -101,22 +67,6 @@ def predictions_of_a_function(remedied=False):
             scores = [model(torch.randn(128, 64)) for _ in range(4)]
     assert len(predictions) + len(scores) == 6
     return tracker
-
-
-@has(UNUSED)
-def rollouts_before_updates(remedied=False):
-    """A policy acts for some time, with gradients, before it is trained on what it has seen."""
-    policy = Net()
-    optimizer = adamw(policy)
-
-    def step(i):
-        with torch.set_grad_enabled(not remedied):
-            scores = [policy(torch.randn(128, 64)) for _ in range(24)]
-        for _ in range(2):
-            updated(policy(torch.randn(256, 64)).square().mean(), optimizer)
-        del scores
-
-    return trained(policy, optimizer, step, steps=3)
 
 
 @has(UNUSED)
@@ -198,35 +148,6 @@ def tasks_added_up(remedied=False):
         added_up(losses, optimizer, remedied)
 
     return trained(net, optimizer, step, steps=3)
-
-
-@has()
-def experts():
-    """Each call is of another module, and one loss takes them all."""
-    parts = nn.ModuleList([Net(64) for _ in range(5)])
-    x = torch.randn(512, 64)
-    return trains(parts, lambda i: torch.stack([part(x) for part in parts]).square().mean(), adamw)
-
-
-@has(STAY)
-def adversaries(remedied=False):
-    """A GAN. ``remedied``: the discriminator's loss does not go through the generator."""
-    generator, discriminator = nn.Linear(16, 64), nn.Sequential(Net(), nn.Linear(64, 1))
-    optimizers = [adamw(generator), adamw(discriminator)]
-
-    def step(i):
-        fake = generator(torch.randn(1024, 16))
-        real = torch.randn(1024, 64)
-        shown = fake.detach() if remedied else fake
-        loss = discriminator(real).mean() - discriminator(shown).mean()
-        loss.backward(retain_graph=not remedied)
-        optimizers[1].step()
-        optimizers[0].zero_grad()
-        discriminator(fake).mean().backward()
-        optimizers[0].step()
-        optimizers[1].zero_grad()
-
-    return trained(nn.ModuleList([generator, discriminator]), optimizers, step, steps=3)
 
 
 @has(STAY, says=".item()")
@@ -320,46 +241,39 @@ def checkpointing_in_eval_mode(remedied=False):
     return checkpointed(model)
 
 
-class Reentrant(nn.Module):
-    """Checkpoints by the reentrant method, on inputs that need no gradient."""
+class Switched(nn.Module):
+    """Checkpointing is switched on, and ``run(layer, x)`` runs each layer."""
 
-    def __init__(self, use_reentrant: bool):
+    def __init__(self, layers, run, use_reentrant=False):
         super().__init__()
-        self.gradient_checkpointing = True
+        self.gradient_checkpointing, self.run = True, run
         self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=use_reentrant)
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-        self.head = nn.Linear(64, 64)
+        self.layers, self.head = nn.ModuleList(layers), nn.Linear(64, 64)
 
     def forward(self, input_ids, labels):
         x = F.one_hot(input_ids % 64, 64).float()
         for layer in self.layers:
-            x = self._gradient_checkpointing_func(layer, x)
+            x = self.run(layer, x)
         return SimpleNamespace(loss=self.head(x).square().mean())
 
 
 @has(IDLE)
 def reentrant_on_frozen_inputs(remedied=False):
-    return checkpointed(Reentrant(not remedied))
-
-
-class IgnoresTheSwitch(nn.Module):
-    def __init__(self, uses_it: bool):
-        super().__init__()
-        self.uses_it, self.gradient_checkpointing = uses_it, True
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True) for _ in range(4)
-        )
-
-    def forward(self, input_ids, labels):
-        x = F.one_hot(input_ids % 64, 64).float()
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if self.uses_it else layer(x)
-        return SimpleNamespace(loss=x.square().mean())
+    run = partial(checkpoint, use_reentrant=not remedied)
+    layers = [nn.Linear(64, 64) for _ in range(4)]
+    return checkpointed(Switched(layers, run, use_reentrant=not remedied))
 
 
 @has(IDLE)
 def ignored_switch(remedied=False):
-    return checkpointed(IgnoresTheSwitch(remedied))
+    layers = []
+    for _ in range(4):
+        layers.append(nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True))
+
+    def run(layer, x):
+        return checkpoint(layer, x, use_reentrant=False) if remedied else layer(x)
+
+    return checkpointed(Switched(layers, run))
 
 
 @has()
@@ -436,30 +350,19 @@ def inner_steps(remedied=False):
     return trains(net, loss, steps=2)
 
 
-class ReturnsItsStates(nn.Module):
-    """The states need no graph: the loss takes the logits alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head = nn.Linear(64, 64), nn.Linear(64, 8)
-
-    def forward(self, x: torch.Tensor) -> dict:
-        h = self.body(x)
-        states = [h.detach().clamp(min=threshold) for threshold in (0.1, 0.2, 0.3, 0.4)]
-        return {"logits": self.head(h), "states": states}
-
-
 @has(LEFT)
 def outputs_of_the_step_before(remedied=False):
-    """A model that returns what its layers have computed. ``remedied``: the variable is deleted."""
-    net, x = ReturnsItsStates(), torch.randn(256, 64)
+    """What a layer has computed is returned. ``remedied``: the variable is deleted."""
+    net, x = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)), torch.randn(256, 64)
     optimizer = sgd(net)
     with MemoryTracker(net, optimizer) as tracker:
         for _ in range(2):
-            out = net(x)
-            updated(out["logits"].square().mean(), optimizer)
+            h = net[0](x)
+            states = [h.detach().clamp(min=threshold) for threshold in (0.1, 0.2, 0.3, 0.4)]
+            updated(net[1](h).square().mean(), optimizer)
+            del h
             if remedied:
-                del out
+                del states
     return tracker
 
 

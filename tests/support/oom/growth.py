@@ -11,7 +11,6 @@ from collections import deque
 import torch
 import torch.nn.functional as F
 from support.oom import (
-    DATA,
     EVALUATION,
     EXCEPTION,
     FIRST_STEP,
@@ -80,20 +79,10 @@ def outputs_after_a_warm_up(remedied=False):
     return outputs_kept([], lambda i: i >= 4, remedied)
 
 
-@has(GROWS)
-def outputs_of_every_second_step_late(remedied=False):
-    return outputs_kept([], lambda i: i > 6 and i % 2, remedied)
-
-
 @has()
 def the_last_outputs():
     """A window for a moving average: it ends to grow after three steps."""
     return outputs_kept(deque(maxlen=3))
-
-
-@has()
-def late_window():
-    return outputs_kept(deque(maxlen=4), lambda i: i >= 6)
 
 
 @has(FULL)
@@ -104,36 +93,6 @@ def full_replay_buffer():
 @has()
 def cache_that_stops():
     return outputs_kept([], lambda i: 4 <= i < 9)
-
-
-@has()
-def snapshots_that_are_replaced():
-    """Every third step puts a new tensor in the place of the one before the last."""
-    return outputs_kept(deque(maxlen=3), lambda i: i > 3 and i % 3 == 0)
-
-
-@has(DATA)
-def buffer_made_late():
-    made = []
-
-    def keep(i, net, x, y, out, loss):
-        if i == 6:
-            made.append(torch.zeros(4096, 64))
-        if made:
-            made[0][i * 256 : (i + 1) * 256] = out[:256].detach()
-
-    return trained_with(keep, steps=16)
-
-
-@has()
-def variables_of_three_steps():
-    state = {}
-
-    def keep(i, net, x, y, out, loss):
-        state["oldest"], state["old"] = state.get("old"), state.get("new")
-        state["new"] = out.detach()
-
-    return trained_with(keep, steps=16)
 
 
 @has(GROWS)
@@ -186,78 +145,36 @@ def weights_of_each_epoch(remedied=False):
     return trained_with(keep)
 
 
-@has(GROWS)
-def gradients_of_each_step(remedied=False):
-    """The gradients themselves, which zero_grad() drops only from the parameters."""
-    return kept_gradients(lambda p: p.grad, remedied)
-
-
 @has(GROWS, line="p.grad.clone()", says="p.grad.norm().item()")
 def copies_of_gradients(remedied=False):
-    return kept_gradients(lambda p: p.grad.clone(), remedied)
-
-
-def kept_gradients(of, remedied):
     net, x, kept = Net(), torch.randn(64, 64), []
     optimizer = adamw(net)
 
     def step(i):
         optimizer.zero_grad()
         net(x).square().mean().backward()
-        kept.append([p.grad.norm().item() if remedied else of(p) for p in net.parameters()])
+        of_step = [p.grad.norm().item() if remedied else p.grad.clone() for p in net.parameters()]
+        kept.append(of_step)
         optimizer.step()
 
     return trained(net, optimizer, step)
 
 
-@has(GROWS)
-def hidden_state_carried(remedied=False):
-    cell, head, x = nn.GRUCell(32, 64), nn.Linear(64, 32), torch.randn(64, 32)
-    hidden = torch.zeros(64, 64)
-
-    def step(i):
-        nonlocal hidden
-        if remedied:
-            hidden = hidden.detach()
-        hidden = cell(x, hidden)
-        head(hidden).square().mean().backward(retain_graph=not remedied)
-
-    return trained(nn.ModuleList([cell, head]), None, step)
-
-
-@has()
-def longer_and_longer_batches():
-    net = Net()
-
-    def loss(i):
-        x = torch.randn(64 * (i + 1), 64)
-        return net(x).square().mean()
-
-    return trains(net, loss, adamw)
-
-
-class KeepsMasks(nn.Module):
-    """Attention with a cache of masks, one for each length."""
-
-    def __init__(self, remedied: bool):
-        super().__init__()
-        self.remedied, self.masks = remedied, {}
-        self.project = nn.Linear(16, 48)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.shape[1]
-        if tokens not in self.masks:
-            if self.remedied:
-                self.masks.clear()
-            self.masks[tokens] = torch.full((1, tokens, tokens), -1e9).triu(1)
-        q, k, v = self.project(x).chunk(3, dim=-1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.masks[tokens])
-
-
 @has(GROWS, SCORES)
 def masks_of_all_lengths(remedied=False):
-    net = KeepsMasks(remedied)
-    return trains(net, lambda i: net(torch.randn(2, 90 + 7 * i % 20, 16)).square().mean(), steps=12)
+    """Attention with a cache of masks, one for each length."""
+    project, masks = nn.Linear(16, 48), {}
+
+    def loss(i):
+        tokens = 90 + 7 * i % 20
+        if tokens not in masks:
+            if remedied:
+                masks.clear()
+            masks[tokens] = torch.full((1, tokens, tokens), -1e9).triu(1)
+        q, k, v = project(torch.randn(2, tokens, 16)).chunk(3, dim=-1)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=masks[tokens]).square().mean()
+
+    return trains(project, loss, steps=12)
 
 
 @has(GROWS, says="one row after another")

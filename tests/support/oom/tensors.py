@@ -14,7 +14,6 @@ from support.oom import (
     DOUBLE,
     EXPANDED,
     LOGITS,
-    ONE_LINE,
     ONE_STEP,
     SCORES,
     TABLE,
@@ -24,7 +23,6 @@ from support.oom import (
     llama,
     rows,
     sgd,
-    stepped,
     trained,
     trains,
     updated,
@@ -58,23 +56,6 @@ def data_set_beside_an_evaluation(remedied=False):
         for first in range(0, 256, 64):
             x = torch.randn(64, 64) if remedied else data[first : first + 64]
             updated(net(x).square().mean(), optimizer)
-    return tracker
-
-
-@has(DATA)
-def empty_replay_buffer(remedied=False):
-    """It is made at once for all steps, and filled row by row. ``remedied``: off the card."""
-    net = Net(64)
-    optimizer = sgd(net)
-    with MemoryTracker(net, optimizer) as tracker:
-        buffer = None if remedied else torch.zeros(20_000, 64)
-        for i in range(6):
-            if remedied:
-                x = torch.randn(i + 1, 64)
-            else:
-                buffer[i] = torch.randn(64)
-                x = buffer[: i + 1]
-            stepped(net(x).square().mean(), optimizer)
     return tracker
 
 
@@ -127,80 +108,6 @@ def one_long_row(remedied=False, lengths=(32, 30, 40, 28, 400, 33, 31, 30)):
 @has()
 def rows_of_many_lengths():
     return one_long_row(lengths=(200, 330, 250, 400, 280, 310))
-
-
-class Example:
-    """A batch as an object: what it holds is not known to the tracker."""
-
-    def __init__(self, x: torch.Tensor):
-        self.x = x
-
-
-class OfExamples(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
-
-    def forward(self, batch: Example) -> torch.Tensor:
-        return self.layer(batch.x)
-
-
-@has(ONE_STEP)
-def long_row_of_an_object():
-    net, lengths = OfExamples(), (16, 24, 16, 24, 128, 16)
-    return trains(net, lambda i: net(Example(torch.randn(8, lengths[i], 32))).mean(), steps=6)
-
-
-class Neighbours(nn.Module):
-    """Computes for each pair of points that are near each other."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 64)
-
-    def forward(self, points: torch.Tensor) -> torch.Tensor:
-        first, second = (torch.cdist(points, points) < 0.6).nonzero(as_tuple=True)
-        pairs = torch.cat([points[first], points[second]], dim=1)
-        return self.layer(pairs).relu().mean()
-
-
-@has(ONE_STEP, LOGITS, line="self.layer(pairs)")
-def more_neighbours_in_one_step():
-    """As many points in each step, and in one of them they are nearer to each other."""
-    net, sizes = Neighbours(), (4, 4, 4, 4, 1, 4)
-    return trains(net, lambda i: net(sizes[i] * torch.rand(200, 3)), steps=6)
-
-
-@has()
-def layers_that_are_trained_later():
-    net, x = nn.Sequential(Net(), nn.Linear(64, 1)), torch.randn(1024, 64)
-    net[0].requires_grad_(False)
-
-    def loss(i):
-        if i == 6:
-            net.requires_grad_(True)
-        return net(x).square().mean()
-
-    return trains(net, loss, steps=9)
-
-
-class Repeated(nn.Module):
-    """Runs one layer as often as a number says, as a diffusion or an equilibrium may."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor, times: int) -> torch.Tensor:
-        for _ in range(times):
-            x = self.layer(x).tanh()
-        return x
-
-
-@has()
-def layer_that_is_repeated_more_often():
-    net, times = Repeated(), (2, 2, 2, 2, 16, 2)
-    return trains(net, lambda i: net(torch.randn(512, 64), times[i]).mean(), steps=6)
 
 
 @has(TABLE)
@@ -302,54 +209,40 @@ def upsampled_scores(remedied=False):
     return trained(net, optimizer, step, steps=2)
 
 
-class OwnConvolution(nn.Module):
-    """A convolution over the patches of each place. ``remedied``: ``F.conv2d``."""
-
-    def __init__(self, remedied: bool):
-        super().__init__()
-        self.remedied = remedied
-        self.weight = nn.Parameter(torch.randn(8, 8 * 49) / 20)
-
-    def forward(self, images: torch.Tensor) -> torch.Tensor:
-        if self.remedied:
-            return F.conv2d(images, self.weight.view(8, 8, 7, 7), padding=3)
-        patches = F.unfold(images, 7, padding=3)
-        return (self.weight @ patches).view(images.shape)
-
-
 @has(EXPANDED, says="F.conv2d")
 def patches_of_images(remedied=False):
-    net, images = OwnConvolution(remedied), torch.randn(4, 8, 32, 32)
-    return trains(net, lambda i: net(images).square().mean(), steps=2)
+    """A convolution over the patches of each place. ``remedied``: ``F.conv2d``."""
+    net, images = nn.Conv2d(8, 8, 7, padding=3, bias=False), torch.randn(4, 8, 32, 32)
 
+    def loss(i):
+        if remedied:
+            out = F.conv2d(images, net.weight, padding=3)
+        else:
+            out = net.weight.flatten(1) @ F.unfold(images, 7, padding=3)
+        return out.square().mean()
 
-class Messages(nn.Module):
-    """A layer over a graph. ``remedied``: a sparse matrix sums up the neighbours."""
-
-    def __init__(self, edges: torch.Tensor, remedied: bool):
-        super().__init__()
-        self.project = nn.Linear(64, 64)
-        self.edges, self.remedied = edges, remedied
-        ones = torch.ones(edges.shape[1])
-        self.matrix = torch.sparse_coo_tensor(
-            edges.flip(0), ones, (128, 128), check_invariants=True
-        ).coalesce()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.project(x)
-        if self.remedied:
-            return torch.sparse.mm(self.matrix, h).tanh()
-        source, target = self.edges
-        messages = h[source]
-        return torch.zeros_like(h).index_add(0, target, messages * messages.new_ones(1)).tanh()
+    return trains(net, loss, steps=2)
 
 
 @has(EXPANDED, says="torch.sparse.mm")
 def messages_of_edges(remedied=False):
-    generator = torch.Generator().manual_seed(0)
-    pairs = torch.randint(0, 128, (2, 8192), generator=generator)
-    net, x = Messages(pairs, remedied), torch.randn(128, 64)
-    return trains(net, lambda i: net(x).square().mean(), steps=2)
+    """A layer over a graph. ``remedied``: a sparse matrix sums up the neighbours."""
+    source, target = torch.randint(0, 128, (2, 8192), generator=torch.Generator().manual_seed(0))
+    edges, ones = torch.stack([target, source]), torch.ones(8192)
+    matrix = torch.sparse_coo_tensor(edges, ones, (128, 128), check_invariants=True).coalesce()
+    net, x = nn.Linear(64, 64), torch.randn(128, 64)
+
+    def loss(i):
+        h = net(x)
+        if remedied:
+            summed = torch.sparse.mm(matrix, h)
+        else:
+            messages = h[source]
+            messages = messages * messages.new_ones(1)
+            summed = torch.zeros_like(h).index_add(0, target, messages)
+        return summed.tanh().square().mean()
+
+    return trains(net, loss, steps=2)
 
 
 @has(EXPANDED, says="device='cpu'")
@@ -434,27 +327,15 @@ def scores_that_are_dropped(remedied=False):
     return trained_llama(model)
 
 
-@has()
-def square_images():
-    net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1))
-    with MemoryTracker(net) as tracker:
-        net(torch.randn(8, 3, 32, 32)).softmax(1).sum().backward()
-    return tracker
-
-
 @has(SCORES)
-def own_softmax(remedied=False):
+def own_softmax():
     """Attention whose weights are normalized by hand."""
     project, x = nn.Linear(64, 192), torch.randn(4, 256, 64)
 
     def loss(i):
         q, k, v = project(x).chunk(3, dim=-1)
-        if remedied:
-            out = F.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None])
-        else:
-            weights = (q @ k.mT / 8).exp()
-            out = weights / weights.sum(dim=-1, keepdim=True) @ v
-        return out.square().mean()
+        weights = (q @ k.mT / 8).exp()
+        return (weights / weights.sum(dim=-1, keepdim=True) @ v).square().mean()
 
     return trains(project, loss, adamw)
 
@@ -488,29 +369,3 @@ def targets_in_float64(remedied=False):
         return (net(x) - y).tanh().square().mean()
 
     return trains(net, loss, steps=2)
-
-
-class MasksAreGiven(nn.Module):
-    """Attention with a mask from the batch, or a causal one."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(16, 48)
-
-    def forward(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        q, k, v = self.project(x)[:, None].chunk(3, dim=-1)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-
-
-@has(ONE_LINE)
-def masks_of_the_collate(remedied=False):
-    """A mask for each row of a batch, all of them equal. ``remedied``: is_causal=True."""
-    net = MasksAreGiven()
-
-    def loss(i):
-        x, mask = torch.randn(8, 256, 16), None
-        if not remedied:
-            mask = torch.stack([torch.ones(256, 256).tril().log() for _ in range(8)])[:, None]
-        return net(x, mask).square().mean()
-
-    return trains(net, loss)

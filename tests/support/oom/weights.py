@@ -6,7 +6,6 @@ Each program returns its tracker, and does with ``remedied=True`` what the diagn
 from __future__ import annotations
 
 import copy
-import io
 
 import torch
 import torch.nn.functional as F
@@ -34,92 +33,49 @@ from torch import nn
 from gradmem_lib import MemoryTracker
 
 
-def trained_beside(make, after=None, net=None, made_before=False, steps=2):
-    """``make(net)`` makes what is there beside the training, and ``after(kept, net)`` changes it
-    after each step.
-    """
-    net = Net(2048) if net is None else net
+@torch.no_grad()
+def average(copies, net):
+    for name, mine in copies.items():
+        mine.lerp_(net.get_parameter(name), 0.1)
+
+
+def copied(copy_of, remedied, is_averaged=True, made_before=False):
+    """Layers of one shape: a dict of their copies looks like a list of batches."""
+    layers = []
+    for _ in range(6):
+        layers += [nn.Linear(64, 64), nn.ReLU()]
+    net = nn.Sequential(*layers)
     optimizer, x = sgd(net), torch.randn(16, 64)
-    kept = make(net) if made_before else None
+
+    def copies():
+        return {} if remedied else {name: copy_of(p) for name, p in net.named_parameters()}
+
+    kept = copies() if made_before else None
     with MemoryTracker(net, optimizer) as tracker:
         if not made_before:
-            kept = make(net)
-        for _ in range(steps):
+            kept = copies()
+        for _ in range(5):
             stepped(net(x).square().mean(), optimizer)
-            if after is not None:
-                after(kept, net)
+            if is_averaged:
+                average(kept, net)
         del kept
     return tracker
 
 
-@has(COPIED)
-def deepcopy_at_save(remedied=False):
-    return trained_beside(lambda net: None if remedied else copy.deepcopy(net))
+@has(COPIED, says="EMA")
+def average_in_place(remedied=False):
+    return copied(lambda p: p.detach().clone(), remedied)
 
 
-def of_one_shape() -> nn.Sequential:
-    """Layers of one shape: a dict of their clones looks like a list of batches."""
-    layers = []
-    for _ in range(6):
-        layers += [nn.Linear(64, 64), nn.ReLU()]
-    return nn.Sequential(*layers)
+@has(COPIED, says="EMA")
+def average_with_a_graph_from_before(remedied=False):
+    return copied(torch.clone, remedied, made_before=True)
 
 
-def clones(net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.detach().clone() for name, p in net.named_parameters()}
-
-
-def clones_with_a_graph(net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: p.clone() for name, p in net.named_parameters()}
-
-
-@torch.no_grad()
-def in_place(average, net):
-    for name, p in net.named_parameters():
-        average[name].lerp_(p, 0.1)
-
-
-@torch.no_grad()
-def replaced(average, net):
-    for name, p in net.named_parameters():
-        average[name] = average[name] * 0.9 + p * 0.1
-
-
-def replaced_with_a_graph(average, net):
-    for name, p in net.named_parameters():
-        average[name] = average[name].detach() * 0.9 + p * 0.1
-
-
-def average_of(remedied, update, make=clones, made_before=False):
-    if remedied:
-        return trained_beside(lambda net: None, None, of_one_shape(), steps=5)
-    return trained_beside(make, update, of_one_shape(), made_before, steps=5)
-
-
-AVERAGES = {
-    "average_in_place": (in_place,),
-    "average_replaced_from_before": (replaced, clones, True),
-    "average_with_a_graph_from_before": (in_place, clones_with_a_graph, True),
-}
-# In its own turn, a forward may have used it.
-OF_THIS_TURN = {
-    "copy_with_a_graph": (None, clones_with_a_graph),
-    "average_replaced_with_a_graph_from_before": (replaced_with_a_graph, clones_with_a_graph, True),
-}
-for name, way in AVERAGES.items():
-
-    def average(remedied=False, way=way):
-        return average_of(remedied, *way)
-
-    average.__name__ = name
-    has(COPIED, says="EMA")(average)
-for name, way in OF_THIS_TURN.items():
-
-    def copies_of_this_turn(way=way):
-        return average_of(False, *way)
-
-    copies_of_this_turn.__name__ = name
-    has()(copies_of_this_turn)
+@has()
+def copy_with_a_graph():
+    """In its own turn, a forward may have used it."""
+    return copied(torch.clone, remedied=False, is_averaged=False)
 
 
 class Preferences(nn.Module):
@@ -152,26 +108,6 @@ def reference_in_the_model(remedied=False):
         expected = both.reference(torch.randn(16, 64))
     del both.reference
     return of_preferences(both, expected)
-
-
-@has(COPIED)
-def checkpoint_after_resume(remedied=False):
-    net = Net(2048)
-    file = io.BytesIO()
-    torch.save(net.state_dict(), file)
-    file.seek(0)
-
-    def make(net):
-        loaded = torch.load(file)
-        net.load_state_dict(loaded)
-        return None if remedied else loaded
-
-    return trained_beside(make, net=net)
-
-
-@has()
-def copy_of_one_layer():
-    return trained_beside(lambda net: copy.deepcopy(net.body[0]))
 
 
 @has()
@@ -210,14 +146,20 @@ def sharpness_aware(remedied=False):
 
 
 @has(ONE_LINE)
-def noise_of_the_weights_shapes():
-    """Evolution: random numbers for all weights, made again in each step."""
+def noise_of_the_weights_shapes(remedied=False):
+    """Evolution: random numbers for all weights, made again in each step. ``remedied``: for one
+    weight after another.
+    """
     net, x = Net(1024), torch.randn(16, 64)
+    groups = [list(net.parameters())]
+    if remedied:
+        groups = [[parameter] for parameter in net.parameters()]
     with MemoryTracker(net) as tracker, torch.no_grad():
         for _ in range(4):
-            noise = [2 * torch.randn_like(parameter) for parameter in net.parameters()]
-            for parameter, change in zip(net.parameters(), noise, strict=True):
-                parameter += change
+            for some in groups:
+                noise = [2 * torch.randn_like(parameter) for parameter in some]
+                for parameter, change in zip(some, noise, strict=True):
+                    parameter += change
             net(x)
     return tracker
 
@@ -287,11 +229,6 @@ def frozen_float32(remedied=False):
         for _ in range(2):
             net(x).sum().backward()
     return tracker
-
-
-@has()
-def frozen_bf16():
-    return frozen_float32(remedied=True)
 
 
 @has(GRADIENTS, line="copies.append(", says="running sum")
