@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 import re
 import sys
 import tomllib
@@ -67,6 +68,7 @@ def examine() -> list[Finding]:
         *packages(),
         jupyterlab(_version("jupyterlab")),
         *_device(),
+        *_processor(),
         *_memory(),
         *_model_and_cache(),
         *_progress_file(),
@@ -192,6 +194,20 @@ def device() -> Finding:
     )
 
 
+def processor(machine: str, capability: str) -> Finding | None:
+    """Whether bf16 is slow here: ``machine`` as ``platform`` names it, ``capability`` as PyTorch
+    names its fastest instructions. None where nothing is known to be slow.
+    """
+    if machine.lower() not in ("x86_64", "amd64") or capability.startswith("AVX512"):
+        return None
+    return Finding(
+        "warn",
+        f"PyTorch uses {capability} here, not AVX-512: it multiplies in bf16 many times slower "
+        "than in float32",
+        "set GRADMEM_SIZE=ci for lessons 05, 07 and 09, and train your own models in float32",
+    )
+
+
 def memory(free: int) -> Finding:
     """Free memory in bytes, against what training SmolLM2 keeps resident."""
     what = f"{format_bytes(free)} of memory free"
@@ -279,6 +295,15 @@ def _version(name: str) -> str | None:
 def _device() -> Iterator[Finding]:
     if importlib.util.find_spec("torch"):  # else torch's own line says so
         yield device()
+
+
+def _processor() -> Iterator[Finding]:
+    try:
+        import torch
+    except Exception:  # a torch that does not start has its own line
+        return
+    if finding := processor(platform.machine(), torch.backends.cpu.get_cpu_capability()):
+        yield finding
 
 
 def _memory() -> Iterator[Finding]:

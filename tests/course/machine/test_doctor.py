@@ -138,6 +138,32 @@ def test_a_torch_that_does_not_start_is_reported(monkeypatch):
     assert finding.state == "missing" and "torch does not start" in finding.what and finding.advice
 
 
+@pytest.mark.parametrize(
+    ("machine", "capability", "slow"),
+    [
+        ("x86_64", "AVX2", True),
+        ("AMD64", "DEFAULT", True),
+        ("x86_64", "AVX512", False),
+        ("arm64", "DEFAULT", False),  # the names of its instructions say nothing about bf16
+        ("aarch64", "SVE256", False),
+    ],
+)
+def test_a_processor_without_avx_512_is_said_to_be_slow_in_bf16(machine, capability, slow):
+    finding = doctor.processor(machine, capability)
+    assert (finding is not None) == slow
+    assert not slow or (finding.state == "warn" and capability in finding.what and finding.advice)
+
+
+def test_the_list_says_that_bf16_is_slow_here(monkeypatch):
+    import torch
+
+    monkeypatch.setattr(doctor.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert any("bf16" in finding.what for finding in doctor.examine())
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    assert not any("bf16" in finding.what for finding in doctor.examine())
+
+
 def test_memory_is_held_against_what_training_smollm2_keeps():
     model, _ = models.smollm2()
     assert (
