@@ -25,13 +25,11 @@ from .held import (
 from .options import Option
 from .question import Question
 from .recomputed import freed_fraction
-from .work import Work
 
 # So much of what a forward saves may be shared by all rows, as masks and positions: T5's biases are
 # 11 % of what it saves for a row of 512 tokens.
 SHARED = 0.15
-# Where layers are unlike one another, or a part of each runs again, this may free so many times its
-# share: 1.1 times in the fused attention of Qwen3, and less in other families.
+# Where layers are unlike one another, those that run again may free so many times their share.
 UNLIKE = 1.5
 
 
@@ -197,18 +195,10 @@ def _share_saved(question: Question, recipe: Recipe, known: Recipe) -> float:
     way_of_known = known.checkpointing, known.every_n_layers
     if way == way_of_known:
         return 1
-    return 0 if way_of_known != (None, None) else _share_kept(question.work, recipe)
-
-
-def _share_kept(work: Work, recipe: Recipe) -> float:
-    """The least share of what all layers save that stays if ``recipe`` runs some of them again, or
-    a part of each; 0 if that is unknown.
-    """
-    part = SELECTIVE.get(recipe.checkpointing)
-    if part is not None and (part.keeps_products or not work.sized.fused):
-        return 0  # attention that is not fused saves its scores, which are no part of any width
-    freed = freed_fraction(work, recipe)
-    if part is not None or [several.period for several in work.source.lists] != [1]:
+    if way_of_known != (None, None) or recipe.checkpointing in SELECTIVE:
+        return 0
+    freed = freed_fraction(question.work, recipe)
+    if [several.period for several in question.work.source.lists] != [1]:
         freed *= UNLIKE
     return max(1 - freed, 0)
 

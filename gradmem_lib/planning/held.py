@@ -117,10 +117,11 @@ def _half_of_linear_layers(work: Work) -> float:
 
 def _results_of_linear_layers(work: Work, recipe: Recipe) -> float:
     """A lower bound for the numbers that the linear layers return, for each token or row."""
-    if work.row is not None or recipe.quantized_base:
+    if work.row is not None or work.has_adapters or recipe.quantized_base:
+        # how many vectors pass a layer, or what its product is, is not looked up
         return _half_of_linear_layers(work) / 2
     results = sum(outputs for _, outputs in work.linear.values())
-    return 2 * results if work.adapts(recipe) else results  # an adapter returns as many
+    return 2 * results if recipe.lora_rank else results  # an adapter returns as many
 
 
 def moves_all_saved(recipe: Recipe) -> bool:

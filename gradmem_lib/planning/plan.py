@@ -171,8 +171,8 @@ def _find(search: Search, methods: list[str]) -> tuple[list[Option], list[Option
     search.find(methods)
     fits = search.fits()
     if fits:
-        search.next_faster(fits[0])  # it does not fit, and is one of those that are refused
-        return fits, search.refused(), []
+        search.next_faster(fits[0])  # if it does not fit, it is one of those that are refused
+        return search.fits(), search.refused(), []
     refused = search.refused()
     # Last, since advice predicts other methods, whose recipes are no part of the answer.
     return fits, refused, _advice(search, methods)

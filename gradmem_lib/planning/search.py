@@ -124,6 +124,7 @@ class Search(Candidates):
                 except CannotTrace as error:
                     self._check_plain_step(error)
                     not_traced[family] = error
+        self._search_what_is_much_faster(families, fastest)
         for family, error in not_traced.items():
             if family not in fastest:
                 self._rule_out(family, self.least_resident_variant(family), str(error))
@@ -180,6 +181,23 @@ class Search(Candidates):
         found = self._fastest(family, limit, offloads, fastest.get(family))
         if found is not None:
             fastest[family] = found
+
+    def _search_what_is_much_faster(
+        self, families: list[Recipe], fastest: dict[Recipe, Option]
+    ) -> None:
+        """Search families that were left out since they change training more than one that was
+        found: if one of them is faster than the first answer by more than 10 %, this is none.
+        """
+        for family in families:
+            fits = self.fits()
+            if family in fastest or not fits:
+                continue
+            limit = fits[0].seconds / self.equal_time
+            if self._least_seconds(family) < limit:
+                with suppress(CannotTrace):
+                    found = self._fastest(family, limit, offloads=False)
+                    if found is not None:
+                        fastest[family] = found
 
     def _limit(self, family: Recipe, fastest: dict[Recipe, Option]) -> float:
         """The seconds a token that a recipe of ``family`` has to be below to be the first answer,
@@ -329,18 +347,21 @@ class Search(Candidates):
 
     def next_faster(self, best: Option) -> Option | None:
         """Of the recipes that are faster than ``best`` and differ from it only in what runs again,
-        or in the micro-batch, the one of the fewest bytes by its lower bounds. It offloads nothing,
-        and does not fit.
+        the slowest one; or, if there is none, of those that differ in the micro-batch too, the one
+        of the fewest bytes by its lower bounds. It offloads nothing, and does not fit.
         """
         plain = replace(
             best.recipe, accumulation=1, checkpointing=None, every_n_layers=None, offload=None
         )
-        faster: list[Recipe] = []
+        same_cut: list[Recipe] = []
+        others: list[Recipe] = []
         for recipe in chain.from_iterable(self.lines(plain)):
             of_its_kind = recipe.sharding == plain.sharding and recipe.offload is None
             if of_its_kind and self.seconds(recipe) < best.seconds:
-                faster.append(recipe)
-        for recipe in sorted(faster, key=self._least_bytes):
+                same = recipe.accumulation == best.recipe.accumulation
+                (same_cut if same else others).append(recipe)
+        same_cut.sort(key=self.seconds, reverse=True)
+        for recipe in [*same_cut, *sorted(others, key=self._least_bytes)]:
             with suppress(ValueError, CannotTrace):
                 return self.option(recipe)
         return None

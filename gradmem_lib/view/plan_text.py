@@ -30,7 +30,8 @@ A row: {{ row_text(plan.example) }}.
 
 {% if plan.fits and plan.target == "cpu" %}
 Fits, in the order of the times on a card. The order on a CPU may be another one: its
-times are not estimated.
+times are not estimated. On some CPUs bf16 is many times slower than float32:
+gradmem doctor says so.
 {% elif plan.fits %}
 Fits, fastest first. Times are estimates, from counted operations and bytes moved; of those \
 within 10 %

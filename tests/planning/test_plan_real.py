@@ -154,7 +154,6 @@ def test_what_a_forward_saves_tells_most_of_what_more_rows_and_fewer_layers_need
         for change, share in (
             ({}, 0.7),
             ({"checkpointing": "first-1"}, 0.7),
-            ({"checkpointing": "attention"}, 0.45),
             ({"precision": "autocast-bf16"}, 0.7),
         ):
             recipe = replace(PLAIN, **change)

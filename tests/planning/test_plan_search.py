@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from itertools import product
 from types import SimpleNamespace
 
 import numpy as np
@@ -378,6 +379,30 @@ def test_what_moves_activations_is_asked_only_where_it_may_be_the_first_answer(
     in_place = [one.seconds for one in found if one.recipe.offload is None]
     slowest = EQUAL_TIME * min(in_place, default=math.inf)
     assert all(one.seconds <= slowest for one in found if one.recipe.offload)
+
+
+def test_whichever_optimizer_is_searched_first_the_answer_is_that_of_all(work, monkeypatch):
+    search = Search(work, CARD, 64, 4, "cpu")
+    families = [f for f in search.families("full") if f.precision == "bf16" and not f.in_backward]
+    monkeypatch.setattr(search, "families", lambda method: families)
+    monkeypatch.setattr(search, "_may_hold", lambda family: True)
+    for times in product((1.0, 1.05, 1.12, 1.15, 1.3), repeat=len(families)):
+        options = {}
+        for family, seconds in zip(families, times, strict=True):
+            fields = {"recipe": family, "seconds": seconds, "needs": 0, "micro_batch": 1}
+            options[family] = SimpleNamespace(**fields, fits=True)
+
+        def fastest(family, limit, offloads, best=None, options=options):
+            option = options[family]
+            if option.seconds < limit:
+                search._known[family] = best = option
+            return best
+
+        search._known.clear()
+        monkeypatch.setattr(search, "_fastest", fastest)
+        monkeypatch.setattr(search, "_least_seconds", lambda f, options=options: options[f].seconds)
+        search.find(["full"])
+        assert search.fits()[0] is ordered(list(options.values()))[0], times
 
 
 @pytest.mark.parametrize(

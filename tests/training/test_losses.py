@@ -108,7 +108,11 @@ def test_what_is_no_language_model_and_what_has_flags_is_refused():
 
 
 def with_a_cap(model):
-    model.lm_head = torch.nn.Sequential(model.lm_head, torch.nn.Tanh())
+    class Capped(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * torch.tanh(super().forward(x) / 2)
+
+    model.lm_head = Capped(model.config.hidden_size, model.config.vocab_size, bias=False)
 
 
 def with_a_hook(model):

@@ -335,12 +335,18 @@ def test_a_row_that_makes_the_loss_nan_is_named_and_changes_nothing(recipe):
 
 
 @pytest.mark.parametrize(
-    ("precision", "clip", "factor"), [("autocast-fp16", None, 1e4), (None, 1.0, 1e38)]
+    ("precision", "clip", "changed"),
+    [
+        ("autocast-fp16", None, lambda loss: 1e4 * loss),
+        (None, 1.0, lambda loss: 1e38 * loss),
+        # the loss, and a 0 whose gradient is no number
+        (None, 1.0, lambda loss: loss + 0.0 * (loss - loss.detach()).sqrt()),
+    ],
 )
-def test_a_gradient_that_overflows_makes_no_step(precision, clip, factor):
+def test_a_gradient_that_is_not_finite_makes_no_step(precision, clip, changed):
     model, recipe = deep(), replace(IN_TWO, precision=precision)
     before = [parameter.clone() for parameter in model.parameters()]
-    given = {"loss": lambda *given: factor * in_float32(*given), "max_grad_norm": clip}
+    given = {"loss": lambda *given: changed(in_float32(*given)), "max_grad_norm": clip}
     with pytest.raises(ValueError, match=r"a gradient is not finite.*scaler=GradScaler\(\)"):
         step(model, sgd(model), rows(), recipe, **given)
     assert all(map(torch.equal, model.parameters(), before))

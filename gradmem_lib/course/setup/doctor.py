@@ -302,7 +302,8 @@ def _processor() -> Iterator[Finding]:
         import torch
     except Exception:  # a torch that does not start has its own line
         return
-    if finding := processor(platform.machine(), torch.backends.cpu.get_cpu_capability()):
+    finding = processor(platform.machine(), torch.backends.cpu.get_cpu_capability())
+    if finding is not None and not torch.cuda.is_available():
         yield finding
 
 
