@@ -185,19 +185,24 @@ class Search(Candidates):
     def _search_what_is_much_faster(
         self, families: list[Recipe], fastest: dict[Recipe, Option]
     ) -> None:
-        """Search families that were left out since they change training more than one that was
-        found: if one of them is faster than the first answer by more than 10 %, this is none.
+        """Search families that were left out, if they may be faster than the first answer by more
+        than 10 %: then it is not the first answer.
+
+        B may be left out since it changes training more than A and is a little faster. C, which
+        changes less than both and is a little slower than A, would then stand before A. But if it
+        is much slower than B, A is the answer.
         """
         for family in families:
             fits = self.fits()
             if family in fastest or not fits:
                 continue
-            limit = fits[0].seconds / self.equal_time
-            if self._least_seconds(family) < limit:
-                with suppress(CannotTrace):
-                    found = self._fastest(family, limit, offloads=False)
-                    if found is not None:
-                        fastest[family] = found
+            much_faster = fits[0].seconds / self.equal_time
+            if self._least_seconds(family) >= much_faster:
+                continue
+            with suppress(CannotTrace):
+                found = self._fastest(family, much_faster, offloads=False)
+                if found is not None:
+                    fastest[family] = found
 
     def _limit(self, family: Recipe, fastest: dict[Recipe, Option]) -> float:
         """The seconds a token that a recipe of ``family`` has to be below to be the first answer,
@@ -358,8 +363,10 @@ class Search(Candidates):
         for recipe in chain.from_iterable(self.lines(plain)):
             of_its_kind = recipe.sharding == plain.sharding and recipe.offload is None
             if of_its_kind and self.seconds(recipe) < best.seconds:
-                same = recipe.accumulation == best.recipe.accumulation
-                (same_cut if same else others).append(recipe)
+                if recipe.accumulation == best.recipe.accumulation:
+                    same_cut.append(recipe)
+                else:
+                    others.append(recipe)
         same_cut.sort(key=self.seconds, reverse=True)
         for recipe in [*same_cut, *sorted(others, key=self._least_bytes)]:
             with suppress(ValueError, CannotTrace):
